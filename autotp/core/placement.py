@@ -1,0 +1,85 @@
+"""How one value lies over a tensor-parallel group, and what changing that costs in collectives.
+
+A placement says what each rank holds of a value *and* of its gradient:
+
+    R    replicated: the same value on every rank, the full gradient on every rank
+    R~   replicated forward, gradient partial: what a value becomes when sharded consumers read it
+    P    partial sum forward, gradient replicated
+    S    split: dim `dim` is cut along axis `axis`, forward and gradient
+
+Without gradients R~ equals R. A placement names dim *and* axis: a `[hidden, hidden]` weight has one
+axis in two dims, a fused QKV weight has several axes in one.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+__all__ = ["CONVERSIONS", "PARTIAL", "REPLICATED", "SHARED", "Conversion", "Kind", "Placement", "Sharding", "split"]
+
+Kind: TypeAlias = Literal["R", "R~", "P", "S"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """The placement of one value over one (sub-)group.
+
+    Constraints:
+    - `dim` and `axis` are set exactly when `kind` is "S".
+    """
+
+    kind: Kind
+    dim: int = -1
+    axis: str = ""
+
+    def __str__(self) -> str:
+        """The notation of the documentation, e.g. `S(0, heads)`."""
+        return f"S({self.dim}, {self.axis})" if self.kind == "S" else self.kind
+
+
+Sharding: TypeAlias = tuple[Placement, ...]
+"""One placement a sub-group of the tensor-parallel group; today there is one group, so length 1."""
+
+REPLICATED = Placement("R")
+SHARED = Placement("R~")
+PARTIAL = Placement("P")
+
+
+def split(dim: int, axis: str) -> Placement:
+    """The placement `S(dim, axis)`."""
+    return Placement("S", dim, axis)
+
+
+Primitive: TypeAlias = Literal[
+    "identity", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad", "keep_first"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """One change of placement: the op that performs it, what it runs forward and backward.
+
+    `op` is the name in the `torch.ops.autotp` namespace; `forward` and `backward` are primitives:
+    slice takes this rank's part, pad puts it back among zeros, keep_first keeps the value on rank 0
+    and zero elsewhere.
+    """
+
+    op: str
+    forward: Primitive
+    backward: Primitive
+
+
+CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
+    ("R", "R~"): Conversion("copy", "identity", "all_reduce"),
+    ("R", "P"): Conversion("keep_first", "keep_first", "identity"),
+    ("R", "S"): Conversion("scatter", "slice", "all_gather"),
+    ("R~", "R"): Conversion("first_gradient", "identity", "keep_first"),
+    ("R~", "S"): Conversion("scatter_partial", "slice", "pad"),
+    ("P", "R"): Conversion("reduce", "all_reduce", "identity"),
+    ("P", "R~"): Conversion("reduce_copy", "all_reduce", "all_reduce"),
+    ("P", "S"): Conversion("reduce_scatter", "reduce_scatter", "all_gather"),
+    ("S", "R"): Conversion("gather", "all_gather", "slice"),
+    ("S", "R~"): Conversion("gather_copy", "all_gather", "reduce_scatter"),
+    ("S", "S"): Conversion("exchange", "all_to_all", "all_to_all"),
+}
+"""Every legal change of placement, by kinds (forward / backward). Absent pairs are forbidden:
+S to P would be padding with zeros, which a solver exploits; R to P serves biases only."""

@@ -1,0 +1,138 @@
+"""The whole decision for one model and one tensor-parallel size: plain data, equal on every rank.
+
+No torch object is in it; JSON round-trips exactly; `hash` covers everything that ranks must agree on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autotp.core.placement import Sharding
+
+__all__ = ["CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank holds of a parameter.
+
+    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` held; empty if it holds all.
+    """
+
+    shape: tuple[int, ...]
+    bytes: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRecord:
+    """One parameter: `layout` is column, row, vocabulary, expert, norm or replicated.
+
+    - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `axis` is a name
+      such as `model.layers.0.self_attn.heads`; `axis_size` its size.
+    - `split`: the flat form of the `core.split.Split` of `dim`; empty when whole.
+    - `shards`: one entry a rank.
+    - `reason`: why every rank holds it whole; empty when it is split.
+    - `gradient_partial`: its gradient is summed over the group in the shared bucket.
+    - `tied`: further names of the same tensor.
+    """
+
+    name: str
+    layout: str
+    dim: int | None
+    axis: str | None
+    axis_size: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    split: tuple[int, ...]
+    shards: tuple[Shard, ...]
+    placement: Sharding
+    reason: str = ""
+    gradient_partial: bool = False
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Openers (column-parallel) and closers (row-parallel) that share one pairable axis.
+
+    - `role`: attention, mlp, experts, vocabulary, or "pair".
+    - `axis`, `size`, `local_sizes` (one entry a rank; all `size` when the axis stays whole).
+    - `openers`, `closers`: parameter names. A vocabulary pair may have no closers.
+    - `expression`: the opener's output dim in the notation of docs, e.g. `kv*g*d`.
+    - `module`: the longest common module path of its parameters.
+    - `note`: why it stays whole, with the sizes that would split it; empty when split.
+    """
+
+    role: str
+    axis: str
+    size: int
+    local_sizes: tuple[int, ...]
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    expression: str
+    module: str
+    split: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """One run of a collective in one call (forward) or one forward + backward.
+
+    - `kind`: all_reduce, all_gather, reduce_scatter or all_to_all; `phase`: forward or backward.
+    - `where`: module path and op of the value, e.g. `model.layers.0.self_attn.o_proj`.
+    - `payload_bytes`: the largest tensor on a rank (all-gather: its result; reduce-scatter: its input),
+      `wire_bytes`: what a ring sends a rank; both at the plan's `sizes`. `time_ps` by the plan's machine.
+    - `group`: "tp", or a sub-group.
+    """
+
+    kind: str
+    phase: str
+    where: str
+    payload_bytes: int
+    wire_bytes: int
+    time_ps: int
+    group: str = "tp"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The decision, its price and its proof.
+
+    - `model`: a printable name (class name); `fingerprint`: hash over parameter names, shapes, dtypes.
+    - `variant`: printable inputs present and mode, e.g. "attention_mask, input_ids · eval".
+    - `sizes`: the sizes it was priced for, e.g. {"batch": 1, "sequence": 4096}.
+    - `cost`: level name to integer (core.problem.LEVELS); `bound` the same; `gap` relative, 0.0 when
+      proven optimal; `method`, `width`, `variables` say how it was solved.
+    - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers".
+    - `replicated_fraction`: bytes that every rank holds whole over all parameter bytes, tied once.
+    - `unruled`: ops without a rule, as "op at module path"; they act whole.
+    - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
+    - `choices`: node name to the label of the strategy chosen, for readers of the graph.
+    """
+
+    model: str
+    fingerprint: str
+    tp: int
+    training: bool
+    variant: str
+    objective: str
+    machine: str
+    sizes: Mapping[str, int]
+    pairs: tuple[Pair, ...]
+    parameters: Mapping[str, ParameterRecord]
+    collectives: tuple[CollectiveRecord, ...]
+    cost: Mapping[str, int]
+    bound: Mapping[str, int]
+    gap: float
+    method: str
+    width: int
+    variables: int
+    memory: Mapping[str, int]
+    replicated_fraction: float
+    unruled: tuple[str, ...]
+    warnings: tuple[str, ...]
+    dynamic: bool
+    options: Mapping[str, object]
+    choices: Mapping[str, str]

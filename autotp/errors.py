@@ -1,0 +1,51 @@
+"""The exceptions that autotp raises on purpose.
+
+    AutotpError
+    ├── CaptureError      the model cannot be turned into one graph
+    ├── RuleError         a row of rules/ is malformed or contradicts the op it names
+    ├── UnknownOpError    an op has no rule, in strict mode
+    ├── PlanError         the plan asked for is impossible, or does not fit the model, group or machine
+    ├── WeightsError      a parameter's values are missing or do not fit
+    └── VerifyError       the sharded model differs from the whole one, or a graph is ill-typed
+
+A message has three parts: where (node, module path, the model's source line), what (both sides, with
+numbers), and what to do.
+"""
+
+__all__ = [
+    "AutotpError",
+    "CaptureError",
+    "PlanError",
+    "RuleError",
+    "UnknownOpError",
+    "VerifyError",
+    "WeightsError",
+]
+
+
+class AutotpError(Exception):
+    """Any error that autotp raises on purpose."""
+
+
+class CaptureError(AutotpError):
+    """The model cannot be captured as one graph, or is called in a way that its graphs do not cover."""
+
+
+class RuleError(AutotpError):
+    """A row of rules/ is malformed, or contradicts the op it describes."""
+
+
+class UnknownOpError(AutotpError):
+    """An op has no rule and strict mode forbids treating it as whole."""
+
+
+class PlanError(AutotpError):
+    """What was asked of the plan is impossible, or the plan does not fit model, group or machine."""
+
+
+class WeightsError(AutotpError):
+    """A parameter's values are missing, or their shape does not fit the plan."""
+
+
+class VerifyError(AutotpError):
+    """The sharded model differs from the whole model, or a rewritten graph is ill-typed."""
