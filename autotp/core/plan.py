@@ -1,12 +1,19 @@
 """The whole decision for one model and one tensor-parallel size: plain data, equal on every rank.
 
-No torch object is in it; JSON round-trips exactly; `hash` covers everything that ranks must agree on.
+No torch object is in it; JSON round-trips exactly; `hash` covers everything that ranks must agree
+on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
+from autotp.core import describe
+from autotp.core.document import content_hash, from_text, to_text
 from autotp.core.placement import Sharding
+from autotp.core.record import RecordError
+from autotp.errors import PlanError
 
 __all__ = ["CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
 
@@ -15,7 +22,8 @@ __all__ = ["CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
 class Shard:
     """What one rank holds of a parameter.
 
-    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` held; empty if it holds all.
+    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` held; empty if it holds
+    all.
     """
 
     shape: tuple[int, ...]
@@ -82,9 +90,12 @@ class CollectiveRecord:
 
     - `kind`: all_reduce, all_gather, reduce_scatter or all_to_all; `phase`: forward or backward.
     - `where`: module path and op of the value, e.g. `model.layers.0.self_attn.o_proj`.
-    - `payload_bytes`: the largest tensor on a rank (all-gather: its result; reduce-scatter: its input),
-      `wire_bytes`: what a ring sends a rank; both at the plan's `sizes`. `time_ps` by the plan's machine.
+    - `payload_bytes`: the largest tensor on a rank (all-gather: its result; reduce-scatter: its
+      input), `wire_bytes`: what a ring sends a rank; both at the plan's `sizes`.
+    - `time_ps`: by the plan's machine.
     - `group`: "tp", or a sub-group.
+    - `axis`: the pairable axis whose split makes it necessary, where one does; the report files the
+      collective under that pair, and without it under the pair whose parameters `where` names.
     """
 
     kind: str
@@ -94,22 +105,27 @@ class CollectiveRecord:
     wire_bytes: int
     time_ps: int
     group: str = "tp"
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """The decision, its price and its proof.
 
-    - `model`: a printable name (class name); `fingerprint`: hash over parameter names, shapes, dtypes.
+    - `model`: a printable name (class name).
+    - `fingerprint`: hash over parameter names, shapes, dtypes.
     - `variant`: printable inputs present and mode, e.g. "attention_mask, input_ids · eval".
     - `sizes`: the sizes it was priced for, e.g. {"batch": 1, "sequence": 4096}.
-    - `cost`: level name to integer (core.problem.LEVELS); `bound` the same; `gap` relative, 0.0 when
-      proven optimal; `method`, `width`, `variables` say how it was solved.
+    - `cost`: level name to integer (core.problem.LEVELS); `bound` the same; `gap` relative, 0.0
+      when proven optimal; `method`, `width`, `variables` say how it was solved.
     - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers".
     - `replicated_fraction`: bytes that every rank holds whole over all parameter bytes, tied once.
     - `unruled`: ops without a rule, as "op at module path"; they act whole.
     - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
+
+    Constraints:
+    - `options` holds JSON values with tuples for lists; `gap` is finite.
     """
 
     model: str
@@ -136,3 +152,68 @@ class Plan:
     dynamic: bool
     options: Mapping[str, object]
     choices: Mapping[str, str]
+
+    @property
+    def hash(self) -> str:
+        """The SHA-256, in hexadecimal, of everything in the plan; equal on all ranks."""
+        return content_hash(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with `format`, `version` and `hash` before its own keys."""
+        return to_text(self, _FORMAT, _VERSION)
+
+    @classmethod
+    def from_json(cls, text_or_path: str | Path) -> "Plan":
+        """The plan that `text_or_path` holds: JSON text, or the path of a file of it.
+
+        Constraints: raises PlanError when the text is cut off, of another version, lacks or
+        misspells a key, holds a value of a wrong type, contradicts itself, or was changed after it
+        was written.
+        """
+        if isinstance(text_or_path, str) and text_or_path.lstrip().startswith("{"):
+            return _read(text_or_path, "plan text")
+        where = f"plan file {text_or_path}"
+        try:
+            text = Path(text_or_path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"{where}: cannot be read: {error}. {_ADVICE}") from error
+        return _read(text, where)
+
+    def __str__(self) -> str:
+        """The printed plan."""
+        return describe.text(self)
+
+    def __rich__(self) -> object:
+        """The printed plan, for rich consoles."""
+        return describe.renderable(self)
+
+
+_FORMAT: Final = "autotp plan"
+_VERSION: Final = 1
+_ADVICE: Final = "Write it again: autotp plan MODEL --tp N --json FILE."
+
+
+def _read(text: str, where: str) -> Plan:
+    try:
+        plan = from_text(Plan, text, _FORMAT, _VERSION)
+    except RecordError as error:
+        raise PlanError(f"{where}: {error}. {_ADVICE}") from error
+    if reason := next(_contradictions(plan), ""):
+        raise PlanError(f"{where}: {reason}. {_ADVICE}")
+    return plan
+
+
+def _contradictions(plan: Plan) -> Iterator[str]:
+    if plan.tp < 1:
+        yield f"tp is {plan.tp}, it must be at least 1"
+    for name, record in plan.parameters.items():
+        if record.name != name:
+            yield f"parameters.{name} calls itself {record.name!r}"
+        if len(record.shards) != plan.tp:
+            yield f"parameters.{name} has {len(record.shards)} shards for tp {plan.tp}"
+    known = set(plan.parameters).union(*(r.tied for r in plan.parameters.values()))
+    for pair in plan.pairs:
+        if len(pair.local_sizes) != plan.tp:
+            yield f"pair {pair.axis} has {len(pair.local_sizes)} local sizes for tp {plan.tp}"
+        strangers = [name for name in pair.openers + pair.closers if name not in known]
+        yield from (f"pair {pair.axis} names {name!r}, which is no parameter" for name in strangers)

@@ -1,0 +1,126 @@
+"""What a collective costs, and what training state weighs: exact integers, never floats.
+
+A ring over tp ranks sends, a rank, for a payload of N bytes (the largest tensor on a rank):
+
+    all-gather (N: its result), reduce-scatter (N: its input), all-to-all    N (tp-1)/tp
+    all-reduce (N: its tensor)                                              2N (tp-1)/tp
+
+An all-reduce is priced as exactly one reduce-scatter and one all-gather, in bytes and in time:
+rounding each formula alone would break ties between the two spellings at random.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from autotp.core.machine import Machine
+from autotp.errors import PlanError
+
+__all__ = [
+    "DTYPE_BYTES",
+    "OPTIMIZER_STATES",
+    "dtype_bytes",
+    "memory_bytes",
+    "time_ps",
+    "wire_bytes",
+]
+
+DTYPE_BYTES: Final[Mapping[str, int]] = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "int32": 4,
+    "float32": 4,
+    "int64": 8,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+}
+
+OPTIMIZER_STATES: Final[Mapping[str, int]] = {"adamw": 2, "sgd-momentum": 1, "sgd": 0}
+"""Tensors of a parameter's size that each optimizer keeps for it."""
+
+_PASSES: Final[Mapping[str, int]] = {
+    "all_gather": 1,
+    "reduce_scatter": 1,
+    "all_to_all": 1,
+    "all_reduce": 2,
+}
+_PS_PER_SECOND: Final = 10**12
+
+
+def wire_bytes(kind: str, payload: int, tp: int) -> int:
+    """The bytes that one rank sends for one collective of `payload` bytes, rounded up.
+
+    wire_bytes("all_reduce", 16_777_216, 2) == 16_777_216
+    """
+    return _PASSES[kind] * _ceil_div(payload * (tp - 1), tp)
+
+
+def time_ps(kind: str, payload: int, tp: int, machine: Machine) -> int:
+    """The picoseconds of one collective of `payload` bytes over `machine`'s link for `tp` ranks.
+
+    Constraints: latency and bytes of one pass are rounded up once; an all-reduce is two passes; a
+    group of one rank costs nothing.
+    """
+    if tp == 1:
+        return 0
+    link = machine.link(tp)
+    moving = _ceil_div(payload * (tp - 1) * _PS_PER_SECOND, tp * link.bytes_per_second)
+    return _PASSES[kind] * (link.latency_ps + moving)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """The bytes of one element of `dtype`, a name such as "bfloat16" or "torch.bfloat16".
+
+    Constraints: raises PlanError for an unknown name.
+    """
+    size = DTYPE_BYTES.get(dtype.removeprefix("torch."))
+    if size is None:
+        known = ", ".join(DTYPE_BYTES)
+        raise PlanError(f"dtype {dtype!r} has no known size. Known are {known}.")
+    return size
+
+
+def memory_bytes(
+    parameters: Mapping[str, int],
+    optimizer: str = "adamw",
+    state_dtype: str | None = None,
+    *,
+    training: bool = True,
+) -> dict[str, int]:
+    """The bytes of "parameters", "gradients" and "optimizer", from dtype name to parameter bytes.
+
+    memory_bytes({"bfloat16": 14 * 10**9})["optimizer"] == 28 * 10**9
+
+    Constraints:
+    - A gradient has its parameter's dtype; without `training` there is neither gradient nor state.
+    - States have `state_dtype`, by default the parameter's own dtype. Where the two differ, the
+      optimizer also keeps a master copy of the parameter in `state_dtype`.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise PlanError(
+            f"optimizer {optimizer!r} is unknown. Known are {', '.join(OPTIMIZER_STATES)}."
+        )
+    held = sum(parameters.values())
+    states = sum(_state_bytes(d, n, optimizer, state_dtype) for d, n in parameters.items())
+    return {
+        "parameters": held,
+        "gradients": held if training else 0,
+        "optimizer": states if training else 0,
+    }
+
+
+def _state_bytes(dtype: str, held: int, optimizer: str, state_dtype: str | None) -> int:
+    own, wanted = dtype_bytes(dtype), dtype_bytes(state_dtype or dtype)
+    states = OPTIMIZER_STATES[optimizer]
+    master = 1 if states and own != wanted else 0
+    return held // own * wanted * (states + master)
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

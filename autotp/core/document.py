@@ -1,0 +1,68 @@
+"""A record as a text file: JSON that names its format and version and carries its own hash.
+
+    {"format": "autotp plan", "version": 1, "hash": "9f2c…", "model": …}
+
+The hash makes two things cheap: ranks compare plans by it, and a file that was changed is noticed.
+"""
+
+import hashlib
+import json
+from typing import TypeVar, cast
+
+from autotp.core.record import RecordError, decode, encode
+
+__all__ = ["content_hash", "from_text", "to_text"]
+
+T = TypeVar("T")
+
+
+def content_hash(record: object) -> str:
+    """The SHA-256, in hexadecimal, of everything that `record` holds."""
+    return _hash(encode(record))
+
+
+def to_text(record: object, name: str, version: int) -> str:
+    """`record` as JSON text in the format `name`, the header before its own keys."""
+    fields = encode(record)
+    header = {"format": name, "version": version, "hash": _hash(fields)}
+    return json.dumps({**header, **fields}, indent=1, allow_nan=False) + "\n"
+
+
+def from_text(cls: type[T], text: str, name: str, version: int) -> T:
+    """The record of class `cls` that `text` holds in the format `name`.
+
+    Constraints:
+    - Raises RecordError: cut off, another format or version, changed since, or not a `cls`.
+    - A text without a hash is taken as it is: whoever edits a file by hand removes that line.
+    """
+    fields = _parsed(text)
+    found = fields.pop("format", None), fields.pop("version", None)
+    if found != (name, version):
+        expected = f"expected format {name!r} version {version}"
+        raise RecordError(f"{expected}, found {found[0]!r} version {found[1]!r}")
+    stated, actual = fields.pop("hash", None), _hash(fields)
+    if stated not in (None, actual):
+        reason = f"hash says {str(stated)[:12]}, the content gives {actual[:12]}"
+        raise RecordError(f"{reason}: it was changed; remove the hash line to accept that")
+    return decode(cls, fields)
+
+
+def _parsed(text: str) -> dict[str, object]:
+    try:
+        value: object = json.loads(text)
+    except json.JSONDecodeError as error:
+        ended = " (the text ends here: cut off?)" if _at_end(error, text) else ""
+        at = f"line {error.lineno} column {error.colno}"
+        raise RecordError(f"{at}: {error.msg}{ended}") from error
+    if not isinstance(value, dict):
+        raise RecordError(f"expected an object, found {type(value).__name__}")
+    return cast("dict[str, object]", value)
+
+
+def _at_end(error: json.JSONDecodeError, text: str) -> bool:
+    return error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
+
+
+def _hash(fields: object) -> str:
+    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,126 @@
+"""The machine that a plan is priced for: what its devices hold and how fast its links carry.
+
+A machine is a file of `rules/machines/`, plain data with its sources:
+
+    name = "h100"
+    devices_per_node = 8
+    [[links]]
+    name = "NVLink"
+    latency_ps = 10_000_000
+    bytes_per_second = 450_000_000_000
+    reach = 8
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from autotp.core.record import RecordError, decode
+from autotp.errors import PlanError
+
+__all__ = ["Link", "Machine", "load_machine", "machine_names"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link that joins up to `reach` devices.
+
+    - `latency_ps`: what one all-gather or reduce-scatter costs beside its bytes, in picoseconds.
+    - `bytes_per_second`: per device and direction.
+    """
+
+    name: str
+    latency_ps: int
+    bytes_per_second: int
+    reach: int
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of machine; all figures are of one device.
+
+    - `memory_bytes`, `memory_bandwidth` (bytes per second).
+    - `flops`: dtype name to dense operations per second.
+    - `source`: where the figures come from.
+    """
+
+    name: str
+    description: str
+    devices_per_node: int
+    links: tuple[Link, ...]
+    memory_bytes: int
+    memory_bandwidth: int
+    flops: Mapping[str, float]
+    source: str = ""
+
+    def link(self, tp: int) -> Link:
+        """The fastest link that joins `tp` devices.
+
+        Constraints: raises PlanError when none reaches that far.
+        """
+        reaching = [link for link in self.links if link.reach >= tp]
+        if not reaching:
+            most = max(link.reach for link in self.links)
+            raise PlanError(
+                f"machine {self.name}: no link joins {tp} devices, the longest reaches {most}. "
+                f"Choose tp up to {most}, or a machine file with a longer link."
+            )
+        return max(reaching, key=lambda link: link.bytes_per_second)
+
+
+def machine_names(root: Path) -> list[str]:
+    """The names of the machines in the rules directory `root`, sorted."""
+    return sorted(path.stem for path in (root / "machines").glob("*.toml"))
+
+
+def load_machine(name_or_path: str | Path, root: Path) -> Machine:
+    """The machine called `name_or_path` in the rules directory `root`, or read from that file.
+
+    Constraints: raises PlanError for an unknown name, an unreadable file or impossible figures.
+    """
+    path = _path(str(name_or_path), root)
+    try:
+        machine = decode(Machine, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecordError) as error:
+        raise PlanError(f"machine file {path}: {error}. {_SHAPE}") from error
+    if reason := _fault(machine):
+        raise PlanError(f"machine file {path}: {reason}. {_SHAPE}")
+    return machine
+
+
+_SHAPE = "rules/machines/h100.toml shows every key that such a file has."
+
+
+def _path(name: str, root: Path) -> Path:
+    if name.endswith(".toml"):
+        return Path(name)
+    known = machine_names(root)
+    if name in known:
+        return root / "machines" / f"{name}.toml"
+    close = get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise PlanError(
+        f"machine {name!r} is unknown: {hint}Known are {', '.join(known)}; "
+        f"or give the path of a .toml file."
+    )
+
+
+def _fault(machine: Machine) -> str:
+    """Why the figures are impossible; empty when they are fine."""
+    if not machine.links:
+        return "it has no [[links]]"
+    figures = {
+        "devices_per_node": machine.devices_per_node,
+        "memory_bytes": machine.memory_bytes,
+        "memory_bandwidth": machine.memory_bandwidth,
+    }
+    figures.update({f"flops.{name}": int(rate) for name, rate in machine.flops.items()})
+    for link in machine.links:
+        figures[f"{link.name}.bytes_per_second"] = link.bytes_per_second
+        figures[f"{link.name}.reach"] = link.reach
+        if link.latency_ps < 0:
+            return f"{link.name}.latency_ps is {link.latency_ps}, it must not be negative"
+    return next((f"{k} is {v}, it must be positive" for k, v in figures.items() if v <= 0), "")
