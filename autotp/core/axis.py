@@ -1,0 +1,363 @@
+"""The dim algebra: every dim of every value is an expression over axes, refined as ops are met.
+
+A dim is a product of atoms, major to minor; an atom is a leaf, or stands for a product of atoms, or
+for a sum (concatenated segments, each a dim of its own):
+
+    Llama's q output       kv*g*d
+    GPT-2's fused qkv      (H*d + H*d + H*d)
+    Falcon's fused qkv     (H + 1 + 1)*d
+
+A `Forest` holds the atoms in union-find trees, so a refinement found late (a view of o_proj's input)
+reaches every dim that uses the atom (q_proj's output). Leaves that end up united are one *axis*.
+
+Constraints:
+- Atoms of size 1 are dropped: a dim of size 1 is the empty product.
+- Refinement never orders symbolic sizes; what cannot be aligned is reported, never guessed.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from autotp.core.size import ONE, Size, product
+from autotp.core.split import Segment, Split
+
+__all__ = ["Atom", "Dim", "Forest"]
+
+
+@dataclass(slots=True, eq=False)
+class Atom:
+    """A node of the forest. `parts` is its product, `segments` its sum; a leaf has neither.
+
+    `data` marks a size that belongs to the data (batch, sequence): never split over the group.
+    """
+
+    number: int
+    size: Size
+    parent: "Atom | None" = None
+    parts: "tuple[Atom, ...] | None" = None
+    segments: "tuple[Dim, ...] | None" = None
+    data: bool = False
+
+    @property
+    def name(self) -> str:
+        """A short unique name, `a17`."""
+        return f"a{self.number}"
+
+
+Dim = tuple[Atom, ...]
+
+
+@dataclass(slots=True)
+class Forest:
+    """All atoms of one program, and the operations that refine them."""
+
+    atoms: list[Atom] = field(default_factory=list)
+
+    def atom(self, size: Size, *, data: bool = False) -> Atom:
+        """A fresh leaf."""
+        atom = Atom(len(self.atoms), size, data=data)
+        self.atoms.append(atom)
+        return atom
+
+    def dim(self, size: Size, *, data: bool = False) -> Dim:
+        """A fresh dim: one leaf, or the empty product if the size is 1."""
+        return () if size == ONE else (self.atom(size, data=data),)
+
+    def find(self, atom: Atom) -> Atom:
+        """The representative of `atom`."""
+        while atom.parent is not None:
+            if atom.parent.parent is not None:
+                atom.parent = atom.parent.parent
+            atom = atom.parent
+        return atom
+
+    def flat(self, dim: Iterable[Atom]) -> Dim:
+        """The product as leaves and sums, products expanded, size 1 dropped."""
+        out: list[Atom] = []
+        for atom in dim:
+            atom = self.find(atom)
+            if atom.parts is not None:
+                out.extend(self.flat(atom.parts))
+            elif atom.size != ONE:
+                out.append(atom)
+        return tuple(out)
+
+    def size(self, dim: Iterable[Atom]) -> Size:
+        """The number of elements of `dim`."""
+        return product(self.find(a).size for a in dim)
+
+    def sections(self, atom: Atom) -> tuple[Dim, ...]:
+        """The segments of a sum, nested sums spliced in."""
+        out: list[Dim] = []
+        for segment in atom.segments or ():
+            flat = self.flat(segment)
+            if len(flat) == 1 and flat[0].segments is not None:
+                out.extend(self.sections(flat[0]))
+            else:
+                out.append(flat)
+        return tuple(out)
+
+    def leaves(self, dim: Iterable[Atom]) -> Iterator[Atom]:
+        """The leaf atoms of `dim`, those inside sums included, in order, repeats included."""
+        for atom in self.flat(dim):
+            if atom.segments is None:
+                yield atom
+            else:
+                for section in self.sections(atom):
+                    yield from self.leaves(section)
+
+    # ── uniting ──────────────────────────────────────────────────────────────────────────────
+
+    def unify(self, one: Dim, other: Dim) -> bool:
+        """Whether two dims of one size could be made one; refinements made on the way stay valid."""
+        left, right = list(self.flat(one)), list(self.flat(other))
+        while left and right:
+            a, b = self.find(left[0]), self.find(right[0])
+            if a.parts is not None or b.parts is not None:
+                left, right = list(self.flat(left)), list(self.flat(right))
+            elif a is b or (a.size == b.size and self._join(a, b)):
+                left.pop(0)
+                right.pop(0)
+            elif a.size != b.size and self._refine(a, b):
+                left, right = list(self.flat(left)), list(self.flat(right))
+            else:
+                return False
+        return not left and not right
+
+    def _refine(self, a: Atom, b: Atom) -> bool:
+        """Split the larger of two atoms so that its major part has the size of the smaller."""
+        if b.size.over(a.size) is not None:
+            return self.split_major(b, a.size)
+        return a.size.over(b.size) is not None and self.split_major(a, b.size)
+
+    def split_major(self, atom: Atom, major: Size) -> bool:
+        """Whether `atom` could be made a product whose first factor has size `major`."""
+        minor = atom.size.over(major)
+        if minor is None:
+            return False
+        if atom.segments is not None:
+            return self._split_sum(atom, major, minor)
+        atom.parts = (self.atom(major, data=atom.data), self.atom(minor, data=atom.data))
+        return True
+
+    def _split_sum(self, atom: Atom, major: Size, minor: Size) -> bool:
+        sections = self.sections(atom)
+        cuts = [self.split_dim(section, minor) for section in sections]
+        if any(cut is None for cut in cuts):
+            return False
+        pairs = [cut for cut in cuts if cut is not None]
+        first = pairs[0][1]
+        if not all(self.unify(first, pair[1]) for pair in pairs[1:]):
+            return False
+        atom.segments = None
+        if all(not self.flat(pair[0]) for pair in pairs):
+            head = self.atom(major)
+        else:
+            head = self.sum_of([pair[0] for pair in pairs])
+        atom.parts = (head, *self.flat(first))
+        return True
+
+    def split_dim(self, dim: Dim, minor: Size) -> tuple[Dim, Dim] | None:
+        """`dim` as (major, minor) where the minor part has size `minor`, else None."""
+        tail: list[Atom] = []
+        rest = list(self.flat(dim))
+        while (left := minor.over(self.size(tail))) is not None and left != ONE:
+            if not rest:
+                return None
+            last = rest.pop()
+            if left.over(last.size) is not None:
+                tail.insert(0, last)
+            elif (major := last.size.over(left)) is not None and self.split_major(last, major):
+                rest.extend(self.flat((last,)))
+            else:
+                return None
+        return (tuple(rest), tuple(tail)) if self.size(tail) == minor else None
+
+    def sum_of(self, segments: Iterable[Dim]) -> Atom:
+        """A fresh atom that is the concatenation of `segments`."""
+        parts = tuple(segments)
+        sizes = [self.size(p) for p in parts]
+        atom = self.atom(_added(sizes))
+        atom.segments = parts
+        return atom
+
+    def _join(self, a: Atom, b: Atom) -> bool:
+        """Make two atoms of one size one, if their structures allow it."""
+        if a.segments is not None and b.segments is not None and not self._align(a, b):
+            return False
+        a, b = self.find(a), self.find(b)
+        if a is b:
+            return True
+        keep, drop = (b, a) if a.segments is None and b.segments is not None else (a, b)
+        if keep.parts is not None or drop.parts is not None:
+            return self.unify((keep,), (drop,))
+        drop.parent = keep
+        self._mark(keep, keep.data or drop.data)
+        return True
+
+    def _mark(self, atom: Atom, data: bool) -> None:
+        if data:
+            atom.data = True
+            for leaf in self.leaves((atom,)):
+                leaf.data = True
+
+    def _align(self, a: Atom, b: Atom) -> bool:
+        """Cut two sums at the same places and unite their segments one by one."""
+        for offset in _offsets(self, b):
+            if not self.cut_atom(a, offset):
+                return False
+        for offset in _offsets(self, a):
+            if not self.cut_atom(b, offset):
+                return False
+        ones, others = self.sections(a), self.sections(b)
+        if [self.size(s) for s in ones] != [self.size(s) for s in others]:
+            return False
+        return all(self.unify(s, t) for s, t in zip(ones, others, strict=True))
+
+    # ── cutting ──────────────────────────────────────────────────────────────────────────────
+
+    def cut(self, dim: Dim, offset: int) -> tuple[Dim, Dim] | None:
+        """`dim` as two concatenated dims, the first of static size `offset`, else None.
+
+        The atoms are refined so that the dim itself is the sum of the two.
+        """
+        flat = self.flat(dim)
+        total = self.size(flat).static
+        if total is None:
+            return None
+        if offset in (0, total):
+            return (self.dim(Size(0)), flat) if offset == 0 else (flat, self.dim(Size(0)))
+        if len(flat) > 1:
+            return self._cut_product(flat, offset)
+        if not self.cut_atom(flat[0], offset):
+            return None
+        return self._halves(flat[0], offset)
+
+    def _cut_product(self, flat: Dim, offset: int) -> tuple[Dim, Dim] | None:
+        rest = self.size(flat[1:]).static
+        if rest is None or offset % rest:
+            return None
+        halves = self.cut((flat[0],), offset // rest)
+        return None if halves is None else (halves[0] + flat[1:], halves[1] + flat[1:])
+
+    def _halves(self, atom: Atom, offset: int) -> tuple[Dim, Dim] | None:
+        atom = self.find(atom)
+        if atom.parts is not None:
+            return self.cut(self.flat((atom,)), offset)
+        left: list[Dim] = []
+        right: list[Dim] = []
+        position = 0
+        for section in self.sections(atom):
+            (left if position < offset else right).append(section)
+            position += self.size(section).static or 0
+        return self._bundle(left), self._bundle(right)
+
+    def _bundle(self, sections: list[Dim]) -> Dim:
+        return sections[0] if len(sections) == 1 else (self.sum_of(sections),)
+
+    def cut_atom(self, atom: Atom, offset: int) -> bool:
+        """Whether `atom` could be made a sum with a boundary at `offset`."""
+        atom = self.find(atom)
+        total = atom.size.static
+        if total is None or not 0 < offset < total:
+            return False
+        if atom.parts is not None:
+            return self._cut_product(self.flat((atom,)), offset) is not None
+        if atom.segments is None:
+            sizes = (Size(offset), Size(total - offset))
+            atom.segments = tuple(self.dim(s, data=atom.data) for s in sizes)
+            return True
+        return self._cut_sum(atom, offset)
+
+    def _cut_sum(self, atom: Atom, offset: int) -> bool:
+        sections: list[Dim] = []
+        position = 0
+        for section in self.sections(atom):
+            length = self.size(section).static or 0
+            if position < offset < position + length:
+                halves = self.cut(section, offset - position)
+                if halves is None:
+                    return False
+                sections.extend(halves)
+            else:
+                sections.append(section)
+            position += length
+        atom.segments = tuple(sections)
+        return True
+
+    # ── reading ──────────────────────────────────────────────────────────────────────────────
+
+    def covers(self, dim: Dim, axis: Atom) -> bool:
+        """Whether every segment of `dim` contains `axis`."""
+        return any(
+            atom is axis
+            or (atom.segments is not None and all(self.covers(s, axis) for s in self.sections(atom)))
+            for atom in self.flat(dim)
+        )
+
+    def contains(self, dim: Dim, axis: Atom) -> bool:
+        """Whether some segment of `dim` contains `axis`."""
+        return any(leaf is axis for leaf in self.leaves(dim))
+
+    def split(self, dim: Dim, axis: Atom) -> Split | None:
+        """How `dim` is cut along `axis`; None if it is absent, ambiguous or beyond a Split's form."""
+        flat = self.flat(dim)
+        holders = [i for i, atom in enumerate(flat) if self.contains((atom,), axis)]
+        if len(holders) != 1:
+            return None
+        at = holders[0]
+        before, after = self.size(flat[:at]), self.size(flat[at + 1 :])
+        if flat[at] is axis:
+            return _single(before, axis, after)
+        return self._split_sections(flat[at], axis, before.static, after.static)
+
+    def _split_sections(
+        self, atom: Atom, axis: Atom, outer: int | None, inner: int | None
+    ) -> Split | None:
+        if outer is None or inner is None:
+            return None
+        segments: list[Segment] = []
+        for section in self.sections(atom):
+            length = self.size(section).static
+            if not self.contains(section, axis):
+                segments.append(Segment(1, 0, (length or 0) * inner))
+                continue
+            cut = self.split(section, axis)
+            if cut is None or any(-1 in (s.outer, s.inner) for s in cut.segments):
+                return None
+            deeper = [Segment(s.outer, s.axis, s.inner * inner) for s in cut.segments]
+            segments.extend(deeper * cut.outer)
+        return Split(outer, tuple(segments))
+
+    def text(self, dim: Dim, names: dict[Atom, str] | None = None) -> str:
+        """The dim in the notation, `(H*d + H*d)`; a leaf without a name prints its size."""
+        return "*".join(self._atom_text(a, names or {}) for a in self.flat(dim)) or "1"
+
+    def _atom_text(self, atom: Atom, names: dict[Atom, str]) -> str:
+        if atom.segments is not None:
+            return "(" + " + ".join(self.text(s, names) for s in self.sections(atom)) + ")"
+        return names.get(atom, str(atom.size))
+
+
+def _single(before: Size, axis: Atom, after: Size) -> Split | None:
+    outer = -1 if before.static is None else before.static
+    inner = -1 if after.static is None else after.static
+    size = axis.size.static
+    return None if size is None or outer == inner == -1 else Split(1, (Segment(outer, size, inner),))
+
+
+def _offsets(forest: Forest, atom: Atom) -> list[int]:
+    """The inner boundaries of a sum of static segments."""
+    out: list[int] = []
+    position = 0
+    for section in forest.sections(atom)[:-1]:
+        position += forest.size(section).static or 0
+        out.append(position)
+    return out
+
+
+def _added(sizes: list[Size]) -> Size:
+    first = sizes[0]
+    if all(s.symbols == first.symbols for s in sizes):
+        return Size(sum(s.coefficient for s in sizes), first.symbols)
+    return Size(1, ("+".join(sorted(str(s) for s in sizes)),))

@@ -1,0 +1,82 @@
+"""What an op allows: rows as they stand in rules/, and what a row says of one node.
+
+A *row* is data: a signature in the notation, kinds of its factors, sets of operands in which the op is
+linear. A *node rule* is a row applied to one node of a graph: factors with their dims and slots.
+Every strategy of the node is derived from it; none is written by hand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from autotp.core.axis import Dim
+from autotp.core.notation import Signature
+
+__all__ = ["Factor", "FactorKind", "NodeRule", "Row", "Slot"]
+
+FactorKind: TypeAlias = Literal["pass", "reduce", "whole"]
+Slot: TypeAlias = tuple[int, int]
+"""(operand, dim) for operands counted from 0; results are counted ~0, ~1, …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of rules/: what is known of one op.
+
+    - `signature`: the rule in the notation, or None if `derive` names a rule that depends on arguments.
+    - `reduce`: contracted factor to how shards join: "sum" or "mean" leave a partial sum; "max" and
+      "none" may not be split.
+    - `whole`: factors that must not be split.
+    - `linear`: sets of operands (numbers as in the rule) that may be partial together.
+    - `bias`: operands that are partial when a factor is reduced.
+    - `options`: what `derive` needs besides the node's arguments.
+    - `emit`: the local form the rewriter gives the op; empty if the op is the same on shards.
+    - `loss`: the op is a loss over its classes, so an axis that reaches it reaches an output.
+    """
+
+    op: str
+    signature: Signature | None
+    reduce: Mapping[str, str] = field(default_factory=dict[str, str])
+    whole: frozenset[str] = frozenset()
+    linear: tuple[frozenset[int], ...] = ()
+    bias: frozenset[int] = frozenset()
+    derive: str = ""
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+    emit: str = ""
+    loss: bool = False
+    note: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A factor of one node: its dim expression and the slots where it stands.
+
+    - `kind`: pass, reduce (contracted: splitting leaves a partial sum) or whole.
+    - `join`: "sum" or "mean" for a reduced factor.
+    """
+
+    kind: FactorKind
+    dim: Dim
+    slots: tuple[Slot, ...]
+    join: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRule:
+    """A row applied to one node; operands are numbered among the tensors that are really there.
+
+    - `results`: the dims of each result.
+    - `linear`, `bias`: as in Row, renumbered; sets with an absent or literal operand are gone.
+    - `emit`, `extra`: the local form and the dims it needs (pieces of a slice, sections of a split).
+    - `ruled`: False when no row was found, so that everything is whole.
+    """
+
+    factors: tuple[Factor, ...]
+    results: tuple[tuple[Dim, ...], ...]
+    linear: tuple[frozenset[int], ...] = ()
+    bias: frozenset[int] = frozenset()
+    emit: str = ""
+    extra: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict[str, tuple[Dim, ...]])
+    ruled: bool = True
+    loss: bool = False

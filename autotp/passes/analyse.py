@@ -1,0 +1,300 @@
+"""Analyse: the dims and rule of every node that depends on a parameter.
+
+One pass forward over the program: a parameter's dims are fresh, a rule unites and refines dims, and
+the forest carries refinements back. Nodes that depend on no parameter (masks, positions, rotary
+tables) need no rule: they stay whole on every rank, and each use of one gets dims of its own, so that
+a table shared by all layers does not tie their axes.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autotp.core.axis import Dim, Forest
+from autotp.core.rule import Factor, NodeRule, Row
+from autotp.core.size import Size
+from autotp.errors import UnknownOpError
+from autotp.passes.derive import Call, apply
+from autotp.program import Program
+from autotp.rulebook import Rulebook
+
+__all__ = ["Analysis", "Operand", "Use", "Value", "analyse", "source_of"]
+
+Value = tuple[fx.Node, int]
+"""A tensor: the node that makes it and which of its results it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor operand of a node.
+
+    - `value`: what is read; `dims`: its dims at this use.
+    - `argument`, `item`: where it stands (schema position; index in a list, or -1).
+    """
+
+    value: Value
+    dims: tuple[Dim, ...]
+    argument: int | str
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One node as analysed: its operands and rule. `row` is None when the op has no rule."""
+
+    node: fx.Node
+    operands: tuple[Operand, ...]
+    rule: NodeRule
+    row: Row | None
+
+
+@dataclass(slots=True)
+class Analysis:
+    """All that is known of a program before anything is chosen.
+
+    - `uses`: every parameter-dependent op, in program order.
+    - `dims`, `metas`: of every parameter-dependent value.
+    - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
+    - `differentiable`: values through which a gradient can flow.
+    - `unruled`: nodes without a rule.
+    """
+
+    program: Program
+    forest: Forest
+    uses: dict[fx.Node, Use] = field(default_factory=dict[fx.Node, Use])
+    dims: dict[Value, tuple[Dim, ...]] = field(default_factory=dict[Value, tuple[Dim, ...]])
+    metas: dict[Value, torch.Tensor] = field(default_factory=dict[Value, torch.Tensor])
+    parameters: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    weights: set[Value] = field(default_factory=set[Value])
+    differentiable: set[Value] = field(default_factory=set[Value])
+    unruled: list[fx.Node] = field(default_factory=list[fx.Node])
+
+
+def analyse(
+    program: Program, parameters: Sequence[str], rulebook: Rulebook, *, strict: bool = False
+) -> Analysis:
+    """The analysis of `program`, whose `parameters` are the get_attr targets to be laid out.
+
+    Raises UnknownOpError in strict mode for an op that acts on parameters and has no row.
+    """
+    reader = _Reader(program, frozenset(parameters), rulebook)
+    for node in program.graph.nodes:
+        reader.visit(node)
+    if strict and reader.analysis.unruled:
+        raise UnknownOpError(_unknown(reader.analysis.unruled))
+    return reader.analysis
+
+
+def source_of(node: fx.Node) -> Value:
+    """The value that `node` stands for: itself, or a result of the node it takes an item of."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        origin = node.args[0]
+        if isinstance(origin, fx.Node) and isinstance(node.args[1], int):
+            return origin, node.args[1]
+    return node, 0
+
+
+class _Reader:
+    """The state of one pass over a program."""
+
+    def __init__(self, program: Program, parameters: frozenset[str], rulebook: Rulebook) -> None:
+        self.analysis = Analysis(program, Forest())
+        self.forest = self.analysis.forest
+        self.parameters, self.rulebook = parameters, rulebook
+        self.sizes = Sizes()
+        self.data = {name: set(dims) for name, dims in program.data_dims.items()}
+        self.from_input: set[fx.Node] = set()  # values, not sizes, of an input reach these nodes
+
+    def visit(self, node: fx.Node) -> None:
+        """Record one node."""
+        if node.op == "placeholder" or (
+            _is_tensor(node) and any(n in self.from_input for n in node.all_input_nodes)
+        ):
+            self.from_input.add(node)
+        if node.op == "get_attr" and node.target in self.parameters:
+            self._parameter(node)
+        elif node.op == "placeholder":
+            self._input(node)
+        elif node.op == "call_function" and source_of(node)[0] is node:
+            self._call(node)
+
+    def _parameter(self, node: fx.Node) -> None:
+        meta = cast(torch.Tensor, node.meta["val"])
+        value = (node, 0)
+        self._define(value, meta, tuple(self.forest.dim(s) for s in self.sizes.of(meta)))
+        self.analysis.parameters[str(node.target)] = node
+        self.analysis.weights.add(value)
+        if meta.is_floating_point():
+            self.analysis.differentiable.add(value)
+
+    def _input(self, node: fx.Node) -> None:
+        meta = node.meta.get("val")
+        if isinstance(meta, torch.Tensor) and meta.requires_grad:
+            data = self.data.get(str(node.target), set())
+            dims = [self.forest.dim(s, data=i in data) for i, s in enumerate(self.sizes.of(meta))]
+            self._define((node, 0), meta, tuple(dims))
+            self.analysis.differentiable.add((node, 0))
+
+    def _define(self, value: Value, meta: torch.Tensor, dims: tuple[Dim, ...]) -> None:
+        self.analysis.dims[value] = dims
+        self.analysis.metas[value] = meta
+
+    def _call(self, node: fx.Node) -> None:
+        found = list(_tensors(node))
+        if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
+            return
+        operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
+        metas = results_of(node)
+        row = self.rulebook.rows.get(str(node.target))
+        rule = self._rule(node, operands, metas, row) if row else None
+        if rule is None:
+            rule = self._unruled(node, operands, metas)
+        self.analysis.uses[node] = Use(node, operands, rule, row)
+        self._results(node, operands, rule, metas)
+
+    def _operand(self, node: fx.Node, argument: int | str, item: int) -> Operand:
+        value = source_of(node)
+        dims = self.analysis.dims.get(value)
+        if dims is None:
+            sizes = self.sizes.of(cast(torch.Tensor, node.meta["val"]))
+            data = self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()
+            dims = tuple(self.forest.dim(s, data=i in data) for i, s in enumerate(sizes))
+        return Operand(value, dims, argument, item)
+
+    def _rule(
+        self,
+        node: fx.Node,
+        operands: tuple[Operand, ...],
+        metas: dict[int, torch.Tensor],
+        row: Row,
+    ) -> NodeRule | None:
+        count = max(metas, default=-1) + 1
+        sizes = [self.sizes.of(metas[k]) if k in metas else () for k in range(count)]
+        arguments, positions = arguments_of(node, operands)
+        call = Call(self.forest, [o.dims for o in operands], sizes, positions, arguments, row)
+        return apply(call)
+
+    def _unruled(
+        self, node: fx.Node, operands: tuple[Operand, ...], metas: dict[int, torch.Tensor]
+    ) -> NodeRule:
+        self.analysis.unruled.append(node)
+        count = max(metas, default=-1) + 1
+        results = [
+            tuple(self.forest.dim(s) for s in self.sizes.of(metas[k])) if k in metas else ()
+            for k in range(count)
+        ]
+        factors = [
+            Factor("whole", dim, ((k, i),)) for k, o in enumerate(operands) for i, dim in enumerate(o.dims)
+        ]
+        return NodeRule(tuple(factors), tuple(results), ruled=False)
+
+    def _results(
+        self,
+        node: fx.Node,
+        operands: tuple[Operand, ...],
+        rule: NodeRule,
+        metas: dict[int, torch.Tensor],
+    ) -> None:
+        analysis = self.analysis
+        read = [o.value for o in operands if o.value in analysis.dims]
+        weights = all(v in analysis.weights for v in read) and not any(
+            o.value[0] in self.from_input for o in operands
+        )
+        flows = any(v in analysis.differentiable for v in read) and not _stops_gradient(node)
+        for k, meta in metas.items():
+            self._define((node, k), meta, rule.results[k])
+            if weights:
+                analysis.weights.add((node, k))
+            if flows and meta.is_floating_point():
+                analysis.differentiable.add((node, k))
+
+
+def _stops_gradient(node: fx.Node) -> bool:
+    return "detach" in str(node.target)
+
+
+class Sizes:
+    """Turns shapes into sizes; each distinct symbolic expression is read once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Size] = {}
+
+    def of(self, meta: torch.Tensor) -> tuple[Size, ...]:
+        """The sizes of a (fake or meta) tensor's dims."""
+        return tuple(Size(s) if type(s) is int else self._symbolic(s) for s in meta.shape)
+
+    def _symbolic(self, size: Any) -> Size:
+        expression = size.node.expr
+        found = self.known.get(expression)
+        if found is None:
+            found = self.known[expression] = _monomial(expression)
+        return found
+
+
+def _monomial(expression: Any) -> Size:
+    if expression.is_Integer:
+        return Size(int(expression))
+    coefficient, symbols = 1, list[str]()
+    for factor in expression.args if expression.is_Mul else (expression,):
+        if factor.is_Integer:
+            coefficient *= int(factor)
+        elif factor.is_Pow and factor.exp.is_Integer and factor.exp > 0:
+            symbols += [str(factor.base)] * int(factor.exp)
+        else:
+            symbols.append(str(factor))
+    return Size(coefficient, tuple(sorted(symbols)))
+
+
+def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
+    """The tensors that a node makes, by result number."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return {0: val}
+    if isinstance(val, tuple | list):
+        items = cast("Sequence[object]", val)
+        return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
+    return {}
+
+
+def _tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:
+    """Every tensor operand with the place where it stands."""
+    places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
+    for place, argument in places:
+        if isinstance(argument, fx.Node):
+            if _is_tensor(argument):
+                yield argument, place, -1
+        elif isinstance(argument, list | tuple):
+            for k, item in enumerate(cast("Sequence[object]", argument)):
+                if isinstance(item, fx.Node) and _is_tensor(item):
+                    yield item, place, k
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def arguments_of(
+    node: fx.Node, operands: Sequence[Operand]
+) -> tuple[Mapping[str, Any], tuple[int | None, ...]]:
+    """Arguments by schema name, and the operand number of each tensor argument of the schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}, tuple(range(len(operands)))
+    numbers = {(o.argument, o.item): k for k, o in enumerate(operands)}
+    arguments: dict[str, Any] = {}
+    positions: list[int | None] = []
+    for at, argument in enumerate(schema.arguments):
+        given: Any = argument.default_value
+        place: int | str = argument.name
+        if at < len(node.args):
+            given, place = node.args[at], at
+        elif argument.name in node.kwargs:
+            given = node.kwargs[argument.name]
+        arguments[argument.name] = given
+        if str(argument.type) in ("Tensor", "Optional[Tensor]"):
+            literal = None if given is None else -1
+            positions.append(numbers.get((place, -1), literal))
+    return arguments, tuple(positions)

@@ -1,0 +1,136 @@
+"""Reads rules/ into an immutable Rulebook: op rows, roles, and where machines lie.
+
+A TOML row names one op or several with the same rule:
+
+    [[row]]
+    ops = ["aten.linear.default"]
+    rule = "... i, o i, o -> ... o"
+    reduce = { i = "sum" }
+    linear = [[0, 2], [1, 2]]
+    bias = [2]
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from autotp.core.notation import ELLIPSIS, Signature, parse
+from autotp.core.rule import Row
+from autotp.errors import RuleError
+
+__all__ = ["Role", "Rulebook", "load", "root"]
+
+_KEYS = {"ops", "rule", "reduce", "whole", "linear", "bias", "derive", "options", "emit", "loss", "note"}
+_JOINS = {"sum", "mean", "max", "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A label for pairs: `name`, given when one of `inside` lies between openers and closers."""
+
+    name: str
+    inside: frozenset[str]
+    axis: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rulebook:
+    """All rows by op name, and the roles in the order they are tried."""
+
+    rows: Mapping[str, Row]
+    roles: tuple[Role, ...]
+
+
+def root() -> Path:
+    """The directory of the rules: inside the package when installed, else the checkout's `rules/`."""
+    here = Path(__file__).resolve().parent
+    for candidate in (here / "rules", here.parent / "rules"):
+        if (candidate / "roles.toml").is_file():
+            return candidate
+    raise RuleError(
+        f"no rules found beside {here}: neither {here / 'rules'} nor {here.parent / 'rules'} has a "
+        "roles.toml; reinstall autotp"
+    )
+
+
+@cache
+def load(directory: Path | None = None) -> Rulebook:
+    """The rulebook of `directory` (default: the package's own); RuleError names file, row and key."""
+    base = directory or root()
+    rows: dict[str, Row] = {}
+    for path in sorted((base / "aten").glob("*.toml")):
+        for row in _rows(path):
+            if row.op in rows:
+                raise RuleError(f"{path}: op {row.op} has a row already, in {rows[row.op].source}")
+            rows[row.op] = row
+    return Rulebook(rows, _roles(base / "roles.toml"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise RuleError(f"{path}: cannot be read: {error}") from None
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    for number, entry in enumerate(cast("list[dict[str, Any]]", _read(path).get("row", [])), 1):
+        where = f"{path}, row {number}"
+        try:
+            yield from _row(entry, path.name)
+        except RuleError as error:
+            raise RuleError(f"{where}: {error}") from None
+
+
+def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
+    unknown = sorted(set(entry) - _KEYS)
+    if unknown:
+        raise RuleError(f"unknown key {unknown[0]!r}; the keys are {', '.join(sorted(_KEYS))}")
+    if not entry.get("ops"):
+        raise RuleError("names no op: set ops = [\"namespace.name.overload\"]")
+    if ("rule" in entry) == ("derive" in entry):
+        raise RuleError("needs exactly one of `rule` and `derive`")
+    signature = parse(entry["rule"]) if "rule" in entry else None
+    _check(entry, signature)
+    for op in entry["ops"]:
+        yield Row(
+            op=op,
+            signature=signature,
+            reduce=dict(entry.get("reduce", {})),
+            whole=frozenset(entry.get("whole", ())),
+            linear=tuple(frozenset(s) for s in entry.get("linear", ())),
+            bias=frozenset(entry.get("bias", ())),
+            derive=entry.get("derive", ""),
+            options=dict(entry.get("options", {})),
+            emit=entry.get("emit", ""),
+            loss=bool(entry.get("loss", False)),
+            note=entry.get("note", ""),
+            source=source,
+        )
+
+
+def _check(entry: dict[str, Any], signature: Signature | None) -> None:
+    joins: dict[str, str] = entry.get("reduce", {})
+    for factor, join in joins.items():
+        if join not in _JOINS:
+            raise RuleError(f"reduce of {factor!r} is {join!r}, not one of {', '.join(sorted(_JOINS))}")
+    if signature is None:
+        return
+    inputs = {w for p in signature.operands for d in p for w in d}
+    outputs = {w for p in signature.results for d in p for w in d}
+    contracted = inputs - outputs - {ELLIPSIS}
+    named = set(joins) | set(entry.get("whole", ()))
+    for factor in sorted((contracted - named) | (named - inputs)):
+        known = "is contracted: say how in `reduce` or `whole`" if factor in inputs else "is in no operand"
+        raise RuleError(f"rule {str(signature)!r}: factor {factor!r} {known}")
+    for index in {i for s in [*entry.get("linear", ()), entry.get("bias", ())] for i in s}:
+        if not 0 <= index < len(signature.operands):
+            raise RuleError(f"operand {index} is not one of the rule's {len(signature.operands)}")
+
+
+def _roles(path: Path) -> tuple[Role, ...]:
+    entries = cast("list[dict[str, Any]]", _read(path).get("role", []))
+    return tuple(Role(e["name"], frozenset(e.get("inside", ())), e.get("axis", e["name"])) for e in entries)
