@@ -1,0 +1,190 @@
+"""What repeats in a plan, once: entries that differ only by the layer they lie in, with a count.
+
+Two entries are one when everything about them is equal but the numbers in their paths:
+
+    32 × model.layers.*.self_attn    column q_proj, k_proj, v_proj    row o_proj
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan
+
+__all__ = [
+    "CollectiveRow",
+    "PairRow",
+    "ParameterRow",
+    "collective_rows",
+    "other_rows",
+    "pair_rows",
+    "pattern",
+    "whole_rows",
+]
+
+T = TypeVar("T")
+Tally = tuple[tuple[str, str, int, int, int], ...]
+"""Collectives counted: (phase, kind, payload bytes, time in picoseconds, count)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairRow:
+    """`count` pairs alike; `layouts` lists the short parameter names by layout, openers first."""
+
+    count: int
+    first: Pair
+    path: str
+    layouts: tuple[tuple[str, tuple[str, ...]], ...]
+    collectives: Tally
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRow:
+    """`count` parameters alike; `paths` are their patterns, `bytes` is the sum over them."""
+
+    count: int
+    first: ParameterRecord
+    paths: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRow:
+    """`count` collectives alike; bytes and time are the sums over them."""
+
+    count: int
+    first: CollectiveRecord
+    path: str
+    wire_bytes: int
+    time_ps: int
+
+
+def pattern(paths: Sequence[str]) -> str:
+    """The path that stands for `paths`: `*` where their numbers differ.
+
+    pattern(["layers.0.mlp", "layers.1.mlp"]) == "layers.*.mlp"
+    """
+    columns = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
+
+
+def pair_rows(plan: Plan) -> list[PairRow]:
+    """One row a distinct pair, in program order."""
+    tallies = _tallies(plan)
+    layouts = {pair.axis: _layouts(pair, plan) for pair in plan.pairs}
+
+    def alike(pair: Pair) -> Hashable:
+        sizes = (pair.role, pair.size, pair.local_sizes, pair.expression, pair.split)
+        return (*sizes, _starred(pair.module), layouts[pair.axis], tallies[pair.axis])
+
+    return [
+        PairRow(
+            count=len(pairs),
+            first=pairs[0],
+            path=pattern([pair.module for pair in pairs]),
+            layouts=layouts[pairs[0].axis],
+            collectives=tallies[pairs[0].axis],
+        )
+        for pairs in _grouped(plan.pairs, alike)
+    ]
+
+
+def whole_rows(plan: Plan) -> list[ParameterRow]:
+    """What every rank holds whole: one row a layout and reason."""
+    whole = [record for record in plan.parameters.values() if record.dim is None]
+    return [_parameter_row(g) for g in _grouped(whole, lambda r: (r.layout, r.reason))]
+
+
+def other_rows(plan: Plan) -> list[ParameterRow]:
+    """What is split but belongs to no pair (an embedding cut along hidden, say)."""
+    owners = {_module(name) for pair in plan.pairs for name in (*pair.openers, *pair.closers)}
+    others = [r for r in plan.parameters.values() if r.dim is not None]
+    others = [r for r in others if not owners & {_module(name) for name in (r.name, *r.tied)}]
+    groups = _grouped(others, lambda r: (_starred(r.name), r.layout, r.dim, r.shape, r.shards))
+    return [_parameter_row(group) for group in groups]
+
+
+def collective_rows(plan: Plan) -> list[CollectiveRow]:
+    """One row a distinct collective: forward before backward, else in program order."""
+
+    def alike(record: CollectiveRecord) -> Hashable:
+        return (record.phase, record.kind, record.payload_bytes, _starred(record.where))
+
+    rows = [
+        CollectiveRow(
+            count=len(group),
+            first=group[0],
+            path=pattern([record.where for record in group]),
+            wire_bytes=sum(record.wire_bytes for record in group),
+            time_ps=sum(record.time_ps for record in group),
+        )
+        for group in _grouped(plan.collectives, alike)
+    ]
+    return sorted(rows, key=lambda row: row.first.phase != "forward")
+
+
+def _parameter_row(group: list[ParameterRecord]) -> ParameterRow:
+    alike = _grouped(group, lambda record: _starred(record.name))
+    paths = tuple(pattern([record.name for record in records]) for records in alike)
+    return ParameterRow(len(group), group[0], paths, sum(record.bytes for record in group))
+
+
+def _tallies(plan: Plan) -> dict[str, Tally]:
+    """For every pair's axis, the collectives that its split makes necessary."""
+    counters: dict[str, Counter[tuple[str, str, int, int]]] = {
+        p.axis: Counter() for p in plan.pairs
+    }
+    owners = {
+        _module(name): pair.axis
+        for pair in plan.pairs
+        if pair.split
+        for name in (*pair.openers, *pair.closers)
+    }
+    for record in plan.collectives:
+        axis = record.axis or next((owners[p] for p in _prefixes(record.where) if p in owners), "")
+        if axis in counters:
+            key = (record.phase, record.kind, record.payload_bytes, record.time_ps)
+            counters[axis][key] += 1
+    return {axis: tuple((*key, n) for key, n in c.items()) for axis, c in counters.items()}
+
+
+def _layouts(pair: Pair, plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    known = {name: r for r in plan.parameters.values() for name in (r.name, *r.tied)}
+    found: dict[str, list[str]] = {}
+    for name in (*pair.openers, *pair.closers):
+        names = found.setdefault(known[name].layout, [])
+        short = _short(name, pair.module)
+        names.extend([short] if short not in names else [])
+    return tuple((layout, tuple(names)) for layout, names in found.items())
+
+
+def _short(name: str, module: str) -> str:
+    """`name` seen from `module`, without the `.weight` or `.bias` that says nothing."""
+    owner = _module(name)
+    inner = owner.removeprefix(f"{module}.") if module else owner
+    return _starred(inner.rsplit(".", 1)[-1] if inner == module else inner)
+
+
+def _module(name: str) -> str:
+    """The module that a parameter called `name` belongs to; a bare parameter is its own."""
+    owner, _, last = name.rpartition(".")
+    return owner if last in ("weight", "bias") and owner else name
+
+
+def _prefixes(where: str) -> Iterator[str]:
+    path = where.split(" ")[0]
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _starred(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+    groups: dict[Hashable, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())

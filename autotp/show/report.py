@@ -1,0 +1,166 @@
+"""The printed plan: what is cut along what, what that costs, what a rank holds, what stays whole.
+
+Every distinct thing is said once, with its count; no name is cut off, however narrow the page.
+"""
+
+from collections.abc import Iterable, Sequence
+from io import StringIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autotp.core import describe
+from autotp.core.plan import Plan
+from autotp.show.distinct import (
+    PairRow,
+    ParameterRow,
+    other_rows,
+    pair_rows,
+    whole_rows,
+)
+from autotp.show.dotted import Dotted
+from autotp.show.ledger import collectives, holdings, layouts
+from autotp.show.table import titled_table
+from autotp.show.units import bytes_text, count_text, share_text, time_text
+
+__all__ = ["render", "text"]
+
+
+@describe.renderable.register
+def render(plan: Plan) -> RenderableType:
+    """What rich prints for `plan`."""
+    parts = [
+        _header(plan),
+        _pairs(plan),
+        _others(plan),
+        collectives(plan),
+        holdings(plan),
+        layouts(plan),
+        _whole(plan),
+        _listed("Ops without a rule (they act whole)", plan.unruled),
+        _listed("Warnings", plan.warnings),
+    ]
+    return Group(*(part for part in parts if part is not None))
+
+
+@describe.text.register
+def text(plan: Plan, width: int = 100, color: bool = False) -> str:
+    """The printed plan as text whose lines are at most `width` columns."""
+    console = Console(
+        file=StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        legacy_windows=False,
+        _environ={},
+    )
+    with console.capture() as capture:
+        console.print(render(plan))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+
+
+def _header(plan: Plan) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in _facts(plan):
+        grid.add_row(Text(label), Text(value))
+    purpose = "training" if plan.training else "inference"
+    title = f"{plan.model}: tensor-parallel over {plan.tp} ranks, {purpose}"
+    return Group(Text(title, style="bold"), grid)
+
+
+def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
+    sizes = ", ".join(f"{name} {count_text(size)}" for name, size in plan.sizes.items())
+    yield "inputs", plan.variant + ("" if plan.dynamic else " (sizes fixed by the capture)")
+    yield "priced for", f"{sizes} on {plan.machine}"
+    yield "objective", f"{plan.objective}, {_proof(plan)}"
+    yield "every rank", f"holds {share_text(plan.replicated_fraction, 1)} of the parameters whole"
+    yield "plan hash", plan.hash[:16]
+
+
+def _proof(plan: Plan) -> str:
+    solved = f"{plan.method}, width {plan.width}, {count_text(plan.variables)} variables"
+    if plan.gap == 0:
+        return f"proven minimal (exact {solved})"
+    return f"within {share_text(plan.gap, 1)} of the lower bound ({solved})"
+
+
+def _pairs(plan: Plan) -> RenderableType:
+    table = titled_table("Pairs", ["×", "pair", "layout", "axis: whole -> rank", "collectives"])
+    for row in pair_rows(plan):
+        pair = row.first
+        table.add_row(
+            Text(count_text(row.count)),
+            Dotted([row.path or "(top level)"], heading=pair.role),
+            Text("\n".join(f"{layout}: {', '.join(names)}" for layout, names in row.layouts)),
+            Text(_axis(row)),
+            Text(_tally(row)),
+        )
+    return table
+
+
+def _axis(row: PairRow) -> str:
+    pair = row.first
+    name = pair.axis.rsplit(".", 1)[-1]
+    local = sorted(set(pair.local_sizes), reverse=True)
+    sizes = f"{count_text(pair.size)} -> {' or '.join(map(count_text, local))}"
+    parts = [f"{name}: {sizes}" if pair.split else f"{name}: {count_text(pair.size)}, whole"]
+    parts += [f"of {pair.expression}"] if pair.expression not in ("", name) else []
+    parts += [pair.note] if pair.note else []
+    return "\n".join(parts)
+
+
+def _tally(row: PairRow) -> str:
+    lines = [
+        f"{phase}: {count_text(count)} {kind.replace('_', '-')}, "
+        f"{bytes_text(payload)}, {time_text(time)}"
+        for phase, kind, payload, time, count in row.collectives
+    ]
+    return "\n".join(lines) or "none"
+
+
+def _others(plan: Plan) -> RenderableType | None:
+    rows = other_rows(plan)
+    if not rows:
+        return None
+    table = titled_table(
+        "Split, in no pair", ["×", "parameter", "layout", "axis", "shape: whole -> rank"]
+    )
+    for row in rows:
+        record = row.first
+        table.add_row(
+            Text(count_text(row.count)),
+            Dotted([*row.paths, *(f"= {name}" for name in record.tied)]),
+            Text(f"{record.layout}, dim {record.dim}"),
+            Text((record.axis or "").rsplit(".", 1)[-1]),
+            Text(f"{_shape(record.shape)} -> {_shapes(row)}"),
+        )
+    return table
+
+
+def _shapes(row: ParameterRow) -> str:
+    return " or ".join(dict.fromkeys(_shape(shard.shape) for shard in row.first.shards))
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _whole(plan: Plan) -> RenderableType | None:
+    rows = whole_rows(plan)
+    if not rows:
+        return None
+    table = titled_table("Whole on every rank", ["×", "bytes", "parameters"], right=("bytes",))
+    for row in rows:
+        why = f"{row.first.layout}: {row.first.reason}" if row.first.reason else row.first.layout
+        cells = Text(count_text(row.count)), Text(bytes_text(row.bytes))
+        table.add_row(*cells, Dotted(row.paths, heading=why))
+    return table
+
+
+def _listed(title: str, lines: Sequence[str]) -> RenderableType | None:
+    if not lines:
+        return None
+    return Group(Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines))
