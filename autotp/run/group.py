@@ -1,0 +1,231 @@
+"""The tensor-parallel group of this process: found, started or imagined.
+
+A group travels through graphs as its *name*, a string, so that graphs can be printed, copied and
+compared; ops look the process group up when they run. A rank is always the rank in this group, not
+in the world: with two replicas of tp 2, world ranks 1 and 3 may be one group.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.errors import PlanError
+
+__all__ = ["Group", "agree", "checked", "exists", "rank_of", "resolve", "size_of"]
+
+# Any: private to torch, and typed differently in each version.
+_registry: Any = _distributed_c10d
+_ALONE = "autotp_alone"
+_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A tensor-parallel group as this process sees it.
+
+    - `name`: what the ops take; resolves to a process group unless the group was only imagined.
+    - `size`, `rank`: the number of members and this process's place among them.
+    - `device`: where this rank's tensors belong; it follows the group's backend.
+    """
+
+    name: str
+    size: int
+    rank: int
+    device: torch.device
+
+
+def resolve(
+    tp: int | None,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: dist.ProcessGroup | None = None,
+    rank: int | None = None,
+) -> Group:
+    """The group to shard over.
+
+        resolve(8)                 # the whole world; under torchrun it is initialised if need be
+        resolve(None, mesh=mesh)   # the "tp" dim of a mesh, or its only dim
+        resolve(8, rank=3)         # rank 3 of 8, without processes: to look at, not to call
+
+    Constraints:
+    - At most one of `mesh`, `group`, `rank` is given.
+    - `tp` None takes the group's size; otherwise they must be equal.
+    - A tp of 1 needs no group: one of a single process is made, which leaves the world alone.
+    """
+    _check_tp(tp)
+    _check_exclusive(mesh=mesh, group=group, rank=rank)
+    if rank is not None:
+        return _imagined(tp, rank)
+    if mesh is not None:
+        return _described(_group_of(mesh), tp)
+    if group is not None:
+        return _described(group, tp)
+    if not dist.is_initialized():
+        if not all(name in os.environ for name in _TORCHRUN):
+            return _alone(tp)
+        _initialise()
+    return _described(dist.group.WORLD, tp)
+
+
+def exists(name: str) -> bool:
+    """Whether a process group is registered under `name` in this process."""
+    try:
+        _registry._resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def checked(name: str) -> str:
+    """`name`, if a process group is registered under it; PlanError otherwise."""
+    _lookup(name)
+    return name
+
+
+def rank_of(name: str) -> int:
+    """The rank of this process in the group called `name`."""
+    return _lookup(name).rank()
+
+
+def size_of(name: str) -> int:
+    """The number of members of the group called `name`."""
+    return _lookup(name).size()
+
+
+def agree(group: Group, text: str, what: str) -> None:
+    """Nothing, or the same PlanError on every rank if `text` is not the same on all of them.
+
+    Constraints:
+    - One all-gather of 32 bytes a rank: every rank must call it.
+    - `what` names the thing compared, e.g. "the plan".
+    - A group without processes has nobody to disagree with.
+    """
+    if not exists(group.name):
+        return
+    digests = _gathered(group, hashlib.sha256(text.encode()).digest())
+    (common, votes), *others = Counter(digests).most_common()
+    if not others:
+        return
+    odd = [rank for rank, digest in enumerate(digests) if digest != common]
+    raise PlanError(
+        f"{what} is not the same on all {group.size} ranks: {votes} hold {common.hex()[:12]}, "
+        f"but ranks {odd} hold {', '.join(digests[r].hex()[:12] for r in odd)}; give every rank "
+        "the same model, options and library versions, or one plan with plan="
+    )
+
+
+def _check_tp(tp: object) -> None:
+    if tp is not None and (not isinstance(tp, int) or isinstance(tp, bool) or tp < 1):
+        raise PlanError(f"tp is {tp!r}; it must be a whole number of ranks, 1 or more, or None")
+
+
+def _check_exclusive(**given: object) -> None:
+    names = [f"{name}=" for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise PlanError(f"{len(names)} groups are given by {' and '.join(names)}; keep one of them")
+
+
+def _imagined(tp: int | None, rank: int) -> Group:
+    if tp is None:
+        raise PlanError(f"rank is {rank}, but there is no group to take tp from; give tp= as well")
+    if isinstance(rank, bool) or not 0 <= rank < tp:
+        raise PlanError(f"rank is {rank!r}; with tp {tp} it must be in 0 to {tp - 1}")
+    return Group("tp", tp, rank, torch.device("cpu"))
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if "tp" not in names:
+        raise PlanError(
+            f"the mesh of shape {tuple(mesh.shape)} has dims {list(names)} and none is called "
+            '"tp"; name one so, or pass one dim of it, mesh["…"]'
+        )
+    return mesh.get_group("tp")
+
+
+def _described(group: dist.ProcessGroup | None, tp: int | None) -> Group:
+    if not isinstance(group, dist.ProcessGroup):
+        raise PlanError(
+            f"world rank {dist.get_rank()} of {dist.get_world_size()} is not a member of the group "
+            "given; call autotp only on its members, each with its own group"
+        )
+    if tp is not None and tp != group.size():
+        raise PlanError(
+            f"tp is {tp}, but the group has {group.size()} members; leave tp out, pass mesh= or "
+            f"group= of {tp} ranks, or start {tp} processes: {_torchrun(tp)}"
+        )
+    return Group(group.group_name, group.size(), group.rank(), _device_of(group))
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    if "nccl" not in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+
+
+def _initialise() -> None:
+    """Starts the world that torchrun describes."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl")
+
+
+def _alone(tp: int | None) -> Group:
+    if tp != 1:
+        raise PlanError(
+            f"tp is {tp}, but no process group is initialised and RANK, WORLD_SIZE and MASTER_ADDR "
+            f"are not all set; start the processes with: {_torchrun(tp or 8)}"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return Group(_lone_group(device).group_name, 1, 0, device)
+
+
+@cache
+def _lone_group(device: torch.device) -> dist.ProcessGroup:
+    # The default group is the caller's to initialise, so a lone process gets a group beside it;
+    # it is cached because the registry does not keep it alive.
+    store, kinds = _registry.HashStore(), dist.ProcessGroup.BackendType
+    group: Any = dist.ProcessGroup(store, 0, 1)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        kind, backend = kinds.NCCL, dist.ProcessGroupNCCL(store, 0, 1, options)
+    else:
+        kind, backend = kinds.GLOO, dist.ProcessGroupGloo(store, 0, 1, timedelta(minutes=1))
+    group._set_default_backend(kind)
+    group._register_backend(device, kind, backend)
+    group._set_group_name(_ALONE)
+    _registry._register_process_group(_ALONE, group)
+    return group
+
+
+def _lookup(name: str) -> dist.ProcessGroup:
+    if not exists(name):
+        raise PlanError(
+            f"the group {name!r} has 0 processes here, so collectives cannot run; build the model "
+            f"inside the processes of its group, started with: {_torchrun(8)}"
+        )
+    return _registry._resolve_process_group(name)
+
+
+def _gathered(group: Group, digest: bytes) -> list[bytes]:
+    local = torch.tensor(list(digest), dtype=torch.uint8, device=group.device)
+    ops = torch.ops._c10d_functional
+    rows = ops.wait_tensor(ops.all_gather_into_tensor(local, group.size, group.name))
+    return [bytes(row) for row in rows.view(group.size, len(digest)).tolist()]
+
+
+def _torchrun(tp: int) -> str:
+    return f"torchrun --nproc-per-node {tp} your_script.py"
