@@ -1,0 +1,190 @@
+"""The ops of `torch.ops.autotp`: one a change of placement, backward its conjugate.
+
+    copy, reduce, reduce_copy, keep_first, first_gradient          (x, group)
+    scatter, scatter_partial, gather, gather_copy, reduce_scatter  (x, dim, split, group)
+    exchange                              (x, dim, split, to_dim, to_split, group)
+    share_gradients                       (xs, group): their gradients in one bucket a dtype
+    local_index                           (index, size, group): this rank's rows of a lookup
+
+`split` is `Split.encode()`, `group` the name of a process group. Ops that sum take `dtype=`, in
+which they sum. All is read off the table in `core.placement`: each op runs one primitive forward
+and one backward, and since that pair swapped is the op's own derivative, gradients of gradients
+hold too.
+
+They are composite ops over an autograd.Function: readable nodes in a graph, yet tracing sees the
+functional collectives inside. The raw collectives would not do: their own backward of an all-reduce
+is another all-reduce, which multiplies the gradient of a replicated loss by the group's size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from autotp.core.placement import CONVERSIONS, Conversion, Primitive
+from autotp.core.split import Split
+from autotp.run.group import rank_of
+from autotp.run.primitives import PRIMITIVES, Cut, Wire
+
+__all__ = ["LIBRARY", "schema"]
+
+LIBRARY = torch.library.Library("autotp", "DEF")
+"""Keeps the ops alive: they are deregistered with it."""
+
+_ALIASING = {"identity", "slice", "keep_first"}
+_CUTTING = {"slice", "pad", "all_gather", "reduce_scatter"}
+_SUMMING = {"all_reduce", "reduce_scatter"}
+_NOWHERE = Cut(0, Split(1, ()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One conversion under way: the primitives of both directions, and what they need."""
+
+    forward: Primitive
+    backward: Primitive
+    wire: Wire
+
+    def reversed(self) -> "_Step":
+        return _Step(self.backward, self.forward, self.wire.reversed())
+
+
+class _Stepping(FunctionCtx):
+    step: _Step
+
+
+class _Sharing(FunctionCtx):
+    wire: Wire
+    likes: list[tuple[torch.Size, torch.dtype, torch.device]]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _Convert(torch.autograd.Function):
+    """Runs a step forward; its gradient runs the step reversed."""
+
+    @staticmethod
+    def forward(ctx: _Stepping, x: Tensor, step: _Step) -> Tensor:
+        ctx.step = step
+        return PRIMITIVES[step.forward](x, step.wire)
+
+    @staticmethod
+    def backward(ctx: _Stepping, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _converted(gradients[0], ctx.step.reversed()), None
+
+
+class _ShareGradients(torch.autograd.Function):
+    """Aliases of the inputs; their gradients are summed over the group in one bucket a dtype."""
+
+    @staticmethod
+    def forward(ctx: _Sharing, wire: Wire, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.wire = wire
+        ctx.likes = [(x.shape, x.dtype, x.device) for x in xs]
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: _Sharing, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        wanted = [k for k, wants in enumerate(ctx.needs_input_grad[1:]) if wants]
+        results: list[Tensor | None] = [None] * len(gradients)
+        if any(gradients[k] is not None for k in wanted):
+            full = [_materialized(gradients[k], *ctx.likes[k]) for k in wanted]
+            for k, total in zip(wanted, _summed(full, ctx.wire), strict=True):
+                results[k] = total
+        return None, *results
+
+
+def schema(conversion: Conversion) -> str:
+    """The signature of a conversion's op.
+
+    schema(CONVERSIONS["R~", "R"])  # first_gradient(Tensor(a) x, str group) -> Tensor(a)
+    """
+    primitives = {conversion.forward, conversion.backward}
+    tensor = "Tensor(a)" if conversion.forward in _ALIASING else "Tensor"
+    cut = ", int dim, int[] split" if primitives & (_CUTTING | {"all_to_all"}) else ""
+    to = ", int to_dim, int[] to_split" if "all_to_all" in primitives else ""
+    dtype = ", *, ScalarType? dtype=None" if primitives & _SUMMING else ""
+    return f"{conversion.op}({tensor} x{cut}{to}, str group{dtype}) -> {tensor}"
+
+
+def _converted(x: Tensor, step: _Step) -> Tensor:
+    result: Tensor = _Convert.apply(x, step)
+    return result
+
+
+def _implementation(conversion: Conversion) -> Callable[..., Tensor]:
+    """The function of a conversion's op, with the arguments of `schema`."""
+
+    def converted(x: Tensor, wire: Wire) -> Tensor:
+        return _converted(x, _Step(conversion.forward, conversion.backward, wire))
+
+    def plain(x: Tensor, group: str, *, dtype: torch.dtype | None = None) -> Tensor:
+        return converted(x, Wire(group, _NOWHERE, _NOWHERE, dtype))
+
+    def cut(
+        x: Tensor, dim: int, split: list[int], group: str, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        place = Cut(dim, Split.decode(split))
+        return converted(x, Wire(group, place, place, dtype))
+
+    def exchange(
+        x: Tensor, dim: int, split: list[int], to_dim: int, to_split: list[int], group: str
+    ) -> Tensor:
+        first, last = Cut(dim, Split.decode(split)), Cut(to_dim, Split.decode(to_split))
+        return converted(x, Wire(group, first, last))
+
+    primitives = {conversion.forward, conversion.backward}
+    if "all_to_all" in primitives:
+        return exchange
+    return cut if primitives & _CUTTING else plain
+
+
+def _materialized(
+    gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if gradient is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return gradient
+
+
+def _summed(gradients: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    """The gradients summed over the group, by one all-reduce for each dtype they are summed in."""
+    results = list(gradients)
+    dtypes = [wire.dtype or gradient.dtype for gradient in gradients]
+    for dtype in dict.fromkeys(dtypes):
+        places = [k for k, own in enumerate(dtypes) if own == dtype]
+        flat = torch.cat([gradients[k].to(dtype).flatten() for k in places])
+        total = _converted(flat, _Step("all_reduce", "identity", wire))
+        pieces = total.split([gradients[k].numel() for k in places])
+        for k, piece in zip(places, pieces, strict=True):
+            results[k] = piece.view(gradients[k].shape).to(gradients[k].dtype)
+    return results
+
+
+def _share_gradients(
+    xs: list[Tensor], group: str, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    wire = Wire(group, _NOWHERE, _NOWHERE, dtype)
+    shared: tuple[Tensor, ...] = _ShareGradients.apply(wire, *xs)
+    return list(shared)
+
+
+def _local_index(index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
+    local = index - rank_of(group) * size
+    return local.clamp(0, size - 1), (local < 0) | (local >= size)
+
+
+def _register(signature: str, function: Callable[..., object]) -> None:
+    LIBRARY.define(signature)
+    name = signature.partition("(")[0]
+    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+
+
+for _conversion in CONVERSIONS.values():
+    _register(schema(_conversion), _implementation(_conversion))
+_register(
+    "share_gradients(Tensor(a)[] xs, str group, *, ScalarType? dtype=None) -> Tensor(a)[]",
+    _share_gradients,
+)
+_register("local_index(Tensor index, int size, str group) -> (Tensor, Tensor)", _local_index)
