@@ -1,0 +1,160 @@
+"""A model from what names it: a module, a configuration, a directory, a preset or a factory.
+
+    load("llama-3.1-8b")             a preset: a config.json that ships with autotp
+    load("./checkpoints/mine")       a directory with a config.json; weights are not read
+    load("package.module:factory")   whatever module the factory returns
+
+Models from a configuration are built on the meta device: planning needs shapes, never values.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from autotp.errors import PlanError
+
+__all__ = ["load", "preset_names", "presets_root"]
+
+_SPECS: Final = "a directory with config.json, package.module:factory, or a preset"
+
+
+def presets_root() -> Path:
+    """The directory of the presets: in the package when installed, else in the checkout."""
+    here = Path(__file__).resolve().parent
+    for candidate in (here / "presets", here.parent / "examples" / "models"):
+        if candidate.is_dir():
+            return candidate
+    raise PlanError(f"no presets found beside {here}. Reinstall autotp, or give {_SPECS}.")
+
+
+def preset_names() -> list[str]:
+    """The names of the presets, sorted."""
+    return sorted(path.parent.name for path in presets_root().glob("*/config.json"))
+
+
+def load(spec: object, *, device: str = "meta") -> nn.Module:
+    """The module that `spec` names, on `device` if it is built here, in evaluation mode.
+
+    Constraints:
+    - A module is returned as it is, and so is what a factory returns.
+    - Raises PlanError when the name is unknown, or a configuration is missing or broken.
+    """
+    if isinstance(spec, nn.Module):
+        return spec
+    if isinstance(spec, Path) or (isinstance(spec, str) and Path(spec).is_dir()):
+        return _from_config(_read_config(Path(spec)), f"{spec}", device)
+    if isinstance(spec, str) and ":" in spec:
+        return _from_factory(spec)
+    if isinstance(spec, str):
+        return _from_config(_read_config(_preset(spec)), spec, device)
+    if hasattr(spec, "to_dict"):
+        return _from_config(spec, type(spec).__name__, device)
+    raise PlanError(f"model: {type(spec).__name__} names no model. Give a module, {_SPECS}.")
+
+
+def _preset(name: str) -> Path:
+    known = preset_names()
+    if name in known:
+        return presets_root() / name
+    close = get_close_matches(name, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise PlanError(
+        f"model {name!r}: no such directory or preset: {hint}Presets are {', '.join(known)}; "
+        f"MODEL is {_SPECS}."
+    )
+
+
+def _read_config(directory: Path) -> Any:  # noqa: ANN401  a transformers configuration
+    """The configuration in `directory`, its JSON checked first for a clear message."""
+    path = directory / "config.json"
+    try:
+        fields: object = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PlanError(f"{directory}: it has no config.json. MODEL is {_SPECS}.") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: cannot be read: {error}.") from error
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno} column {error.colno}"
+        raise PlanError(
+            f"{path}: {at}: {error.msg}. Restore the model's own config.json."
+        ) from error
+    if reason := _fault(fields):
+        raise PlanError(f"{path}: {reason}. Restore the model's own config.json.")
+    return _parsed(path, cast("dict[str, Any]", fields))
+
+
+def _fault(fields: object) -> str:
+    """Why a configuration cannot be used; empty when it can."""
+    if not isinstance(fields, dict):
+        return f"expected an object, found {type(fields).__name__}"
+    items = cast("Mapping[str, object]", fields)
+    if "model_type" not in items:
+        return "missing key 'model_type'"
+    if not items.get("architectures"):
+        return "missing key 'architectures', which names the model's class"
+    return ""
+
+
+def _parsed(path: Path, fields: dict[str, Any]) -> Any:  # noqa: ANN401  as above
+    kind = fields.pop("model_type")
+    try:
+        return _transformers().AutoConfig.for_model(kind, **fields)
+    # transformers raises whatever its validators raise: it becomes the reason in our message
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise PlanError(
+            f"{path}: transformers refuses it (model_type {kind!r}): {reason}"
+        ) from error
+
+
+def _from_config(config: Any, where: str, device: str) -> nn.Module:  # noqa: ANN401  as above
+    names = getattr(config, "architectures", None) or []
+    cls = getattr(_transformers(), names[0], None) if names else None
+    if cls is None:
+        what = f"architecture {names[0]!r} is unknown to it" if names else "it has no architectures"
+        raise PlanError(
+            f"{where}: {what}. Set config.architectures to a class of transformers "
+            f"{_transformers().__version__}."
+        )
+    with torch.device(device):
+        model: nn.Module = cls._from_config(config)
+    return model.eval()
+
+
+def _from_factory(spec: str) -> nn.Module:
+    module_name, _, name = spec.partition(":")
+    if "" not in sys.path:
+        # as `python -m` would: a factory usually lies in the working directory
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise PlanError(f"model {spec!r}: {error}. MODEL is {_SPECS}.") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        what = "has no" if factory is None else "is not callable:"
+        raise PlanError(f"model {spec!r}: {module_name} {what} {name!r}. MODEL is {_SPECS}.")
+    model: object = factory()
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model {spec!r}: the factory returned {type(model).__name__}. "
+            "It must return a torch.nn.Module."
+        )
+    return model
+
+
+def _transformers() -> Any:  # noqa: ANN401  an optional module
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            "a configuration is built by transformers, which is not installed. "
+            "Run: pip install 'autotp[transformers]'."
+        ) from error
