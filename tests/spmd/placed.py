@@ -1,0 +1,45 @@
+"""What each placement means: the ranks' parts of a whole tensor, and when parts are right.
+
+Values are small whole numbers in floating point, so sums are exact and comparisons need no
+tolerance.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autotp.core.placement import Kind
+from autotp.core.split import Split
+from autotp.run.blocks import take
+
+__all__ = ["gradient_kind", "is_placed", "part", "whole"]
+
+
+def whole(shape: Sequence[int], seed: int) -> Tensor:
+    """A tensor of small whole numbers, the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 10, tuple(shape), generator=generator).double()
+
+
+def gradient_kind(kind: Kind) -> Kind:
+    """How the gradient of a value of `kind` is placed, said as a value's kind."""
+    return {"R": "R", "R~": "P", "P": "R", "S": "S"}[kind]
+
+
+def part(x: Tensor, kind: Kind, dim: int, split: Split, rank: int, world: int) -> Tensor:
+    """What `rank` holds of `x`; summands of P are drawn at random and sum to `x`."""
+    if kind == "S":
+        return take(x, dim, split, rank, world).clone()
+    if kind == "P":
+        summands = [whole(x.shape, 100 + r) for r in range(1, world)]
+        return [x - sum(summands), *summands][rank]
+    return x.clone()
+
+
+def is_placed(x: Tensor, parts: Sequence[Tensor], kind: Kind, dim: int, split: Split) -> bool:
+    """Whether the ranks' `parts` are `x` placed as `kind`."""
+    if kind == "P":
+        return torch.equal(x, torch.stack(list(parts)).sum(0))
+    expected = [part(x, kind, dim, split, rank, len(parts)) for rank in range(len(parts))]
+    return all(torch.equal(e, p) for e, p in zip(expected, parts, strict=True))
