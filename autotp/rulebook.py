@@ -23,7 +23,8 @@ from autotp.errors import RuleError
 
 __all__ = ["Role", "Rulebook", "load", "root"]
 
-_KEYS = {"ops", "rule", "reduce", "whole", "linear", "bias", "derive", "options", "emit", "loss", "note"}
+_KEYS = {"ops", "rule", "reduce", "whole", "linear", "bias", "derive", "options", "emit", "loss",
+         "moves", "note"}
 _JOINS = {"sum", "mean", "max", "none"}
 
 
@@ -107,6 +108,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             options=dict(entry.get("options", {})),
             emit=entry.get("emit", ""),
             loss=bool(entry.get("loss", False)),
+            moves=bool(entry.get("moves", False)),
             note=entry.get("note", ""),
             source=source,
         )

@@ -32,6 +32,7 @@ class Row:
     - `options`: what `derive` needs besides the node's arguments.
     - `emit`: the local form the rewriter gives the op; empty if the op is the same on shards.
     - `loss`: the op is a loss over its classes, so an axis that reaches it reaches an output.
+    - `moves`: the op copies elements without computing (a lookup by its result is one by its operand).
     """
 
     op: str
@@ -44,6 +45,7 @@ class Row:
     options: Mapping[str, object] = field(default_factory=dict[str, object])
     emit: str = ""
     loss: bool = False
+    moves: bool = False
     note: str = ""
     source: str = ""
 

@@ -1,0 +1,340 @@
+"""Match: axes become pairs of openers and closers, found by dataflow alone.
+
+For an axis that some weight produces (opener, column-parallel), walk its value forward by passing
+factors: where another weight contracts it stands a closer (row-parallel). If every op met on the way
+lets the axis pass, the reach is *clean* and the axis *pairable*: query, key, value → output; gate,
+up → down. The residual's hidden axis meets norms, so it is no pair. An axis that cleanly reaches an
+output, or a loss over classes, and a table looked up by an integer input, is a vocabulary.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import networkx as nx
+import torch
+from torch import fx
+
+from autotp.core.axis import Atom
+from autotp.core.rule import Factor
+from autotp.passes.analyse import Analysis, Use, Value, source_of
+from autotp.rulebook import Role, Rulebook
+
+__all__ = ["AxisPair", "Matching", "match"]
+
+Point = tuple[Value, Atom]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AxisPair:
+    """Openers and closers that share a family of axes, and what lies between them.
+
+    - `axes`: the factors of one head dim (kv heads and their group) are one family, major first.
+    - `vocabulary`: the axis of a looked-up table, or one that reaches an output or a loss.
+    """
+
+    axes: tuple[Atom, ...]
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    role: Role
+    vocabulary: bool
+    interior: frozenset[str]
+
+
+@dataclass(slots=True)
+class Matching:
+    """All pairs; `home` maps a parameter to the axes one of which it should be split along."""
+
+    pairs: list[AxisPair] = field(default_factory=list[AxisPair])
+    home: dict[str, tuple[Atom, ...]] = field(default_factory=dict[str, tuple[Atom, ...]])
+    pair_of: dict[str, AxisPair] = field(default_factory=dict[str, AxisPair])
+    graph: "nx.DiGraph[Point]" = field(default_factory=lambda: nx.DiGraph())
+
+
+@dataclass(slots=True)
+class _Reach:
+    """What one axis meets on its way forward."""
+
+    clean: bool = True
+    output: bool = False
+    closers: set[str] = field(default_factory=set[str])
+    interior: set[str] = field(default_factory=set[str])
+    together: list[tuple[Atom, ...]] = field(default_factory=list[tuple[Atom, ...]])
+
+
+def match(analysis: Analysis, rulebook: Rulebook) -> Matching:
+    """The pairs of an analysed program, with roles from the rulebook."""
+    finder = _Finder(analysis, rulebook)
+    finder.open_all()
+    return finder.matching()
+
+
+VOCABULARY = Role("vocabulary", frozenset(), "vocabulary")
+
+
+class _Finder:
+    """Openers, closers and families of one program."""
+
+    def __init__(self, analysis: Analysis, rulebook: Rulebook) -> None:
+        self.analysis, self.forest, self.rulebook = analysis, analysis.forest, rulebook
+        self.consumers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
+        for use in analysis.uses.values():
+            for k, operand in enumerate(use.operands):
+                self.consumers[operand.value].append((use, k))
+        self.outputs = {source_of(n) for n in _output(analysis.program.graph).all_input_nodes}
+        self.openers: dict[Atom, list[str]] = defaultdict(list)
+        self.closers: dict[Atom, list[str]] = defaultdict(list)
+        self.interior: dict[Atom, set[str]] = defaultdict(set)
+        self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
+        self.tables: set[str] = set()
+        self.families: nx.Graph[Atom] = nx.Graph()
+        self.origins: dict[Value, tuple[str, ...]] = {}
+
+    # ── openers ──────────────────────────────────────────────────────────────────────────────
+
+    def open_all(self) -> None:
+        """Walk forward from every opener and every looked-up table."""
+        for use in self.analysis.uses.values():
+            for k, operand in enumerate(use.operands):
+                if operand.value in self.analysis.weights and operand.value in self.analysis.dims:
+                    self._weight(use, k)
+
+    def _weight(self, use: Use, k: int) -> None:
+        names = self._parameters(use.operands[k].value)
+        if _is_lookup(use, k) and self._by_input(use):
+            for atom in self._table_axes(use, k):
+                self.vocabulary[atom] += [n for n in names if n not in self.vocabulary[atom]]
+            self.tables.update(names)
+        elif self.contracts(use, k):
+            for atom in self._produced(use, k):
+                self._open(use, atom, names)
+
+    def _open(self, use: Use, atom: Atom, names: tuple[str, ...]) -> None:
+        reach = self.reach((use.node, 0), atom)
+        if not reach.clean:
+            return
+        if reach.output:
+            self.vocabulary[atom] += [n for n in names if n not in self.vocabulary[atom]]
+        if not reach.closers:
+            return
+        _extend(self.openers[atom], names)
+        _extend(self.closers[atom], sorted(reach.closers))
+        self.interior[atom] |= reach.interior
+        self.families.add_node(atom)
+        for group in reach.together:
+            self.families.add_edges_from((group[0], other) for other in group[1:])
+
+    def contracts(self, use: Use, weight: int) -> bool:
+        """Whether operand `weight` is contracted with an activation (a Linear-like node)."""
+        values = [o.value in self.analysis.weights for o in use.operands]
+        for factor in use.rule.factors:
+            if factor.kind == "reduce":
+                sides = [values[k] for k, _ in factor.slots if k >= 0]
+                if any(k == weight for k, _ in factor.slots) and not all(sides):
+                    return True
+        return False
+
+    def _produced(self, use: Use, k: int) -> Iterable[Atom]:
+        """Axes of operand `k` that pass to a result and that no activation brings along."""
+        for factor in use.rule.factors:
+            operands = {s for s, _ in factor.slots if s >= 0}
+            weights = all(use.operands[s].value in self.analysis.weights for s in operands)
+            if factor.kind == "pass" and k in operands and weights:
+                yield from dict.fromkeys(a for a in self.forest.leaves(factor.dim) if _splits(a))
+
+    def _table_axes(self, use: Use, k: int) -> Iterable[Atom]:
+        for factor in use.rule.factors:
+            if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
+                yield from (a for a in self.forest.leaves(factor.dim) if _splits(a))
+
+    def _by_input(self, use: Use) -> bool:
+        """Whether the table is looked up by an integer input, moved about but not computed with."""
+        node = next(o.value[0] for o in use.operands if o.value not in self.analysis.weights)
+        return self._moved(node, set())
+
+    def _moved(self, node: fx.Node, seen: set[fx.Node]) -> bool:
+        if node.op == "placeholder":
+            return True
+        row = self.rulebook.rows.get(str(node.target))
+        node = source_of(node)[0]
+        row = self.rulebook.rows.get(str(node.target))
+        if node in seen or row is None or not row.moves:
+            return False
+        seen.add(node)
+        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        return any(self._moved(n, seen) for n in sources)
+
+    # ── the walk ─────────────────────────────────────────────────────────────────────────────
+
+    def reach(self, start: Value, axis: Atom) -> _Reach:
+        """What `axis` meets from `start` on, by passing factors; stops at the first unclean op."""
+        reach, seen, todo = _Reach(), {start}, [start]
+        while todo and reach.clean:
+            value = todo.pop(0)
+            reach.output |= value in self.outputs
+            for use, k in self.consumers[value]:
+                for found in self._step(use, k, axis, reach):
+                    if found not in seen:
+                        seen.add(found)
+                        todo.append(found)
+        return reach
+
+    def _step(self, use: Use, k: int, axis: Atom, reach: _Reach) -> Iterable[Value]:
+        """The results of `use` that carry `axis` on; notes closers and unclean ops."""
+        touched = self._touched(use, k, axis)
+        if any(f.kind == "reduce" for f in touched):
+            closers = self._closers(use, k)
+            reach.closers |= closers
+            reach.clean &= bool(closers)
+            return ()
+        if use.rule.loss:
+            reach.output = True
+            return ()
+        if not touched or any(f.kind == "whole" for f in touched):
+            reach.clean = False
+            return ()
+        reach.interior.add(str(use.node.target))
+        if self._mixes(use):
+            reach.together += self._together(use, k)
+        results = {~s for f in touched for s, d in f.slots if s < 0 and self._carries(use, s, d, axis)}
+        return [(use.node, r) for r in sorted(results)]
+
+    def _touched(self, use: Use, k: int, axis: Atom) -> list[Factor]:
+        return [
+            f
+            for f in use.rule.factors
+            if any(s == k for s, _ in f.slots) and self.forest.contains(f.dim, axis)
+        ]
+
+    def _carries(self, use: Use, slot: int, dim: int, axis: Atom) -> bool:
+        return self.forest.contains(use.rule.results[~slot][dim], axis)
+
+    def _closers(self, use: Use, k: int) -> set[str]:
+        """Parameters that contract operand `k`'s axis, if `use` is a product with a weight."""
+        others = [
+            o.value
+            for i, o in enumerate(use.operands)
+            if i != k and o.value in self.analysis.weights and self.contracts(use, i)
+        ]
+        return {name for value in others for name in self._parameters(value)}
+
+    def _mixes(self, use: Use) -> bool:
+        """Whether activations are multiplied with each other over some dim (attention)."""
+        for factor in use.rule.factors:
+            operands = [s for s, _ in factor.slots if s >= 0]
+            if factor.kind != "pass" and len(operands) > 1 and all(s >= 0 for s, _ in factor.slots):
+                return not any(use.operands[s].value in self.analysis.weights for s in operands)
+        return False
+
+    def _together(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
+        """Static axes that share a dim of operand `k`: factors of one head dim."""
+        dims = use.operands[k].dims
+        groups = [tuple(a for a in self.forest.leaves(d) if _splits(a)) for d in dims]
+        return [g for g in groups if len(g) > 1]
+
+    def _parameters(self, value: Value) -> tuple[str, ...]:
+        """Names of the parameters that a weight value is made of."""
+        found = self.origins.get(value)
+        if found is None:
+            node = value[0]
+            if node.op == "get_attr":
+                found = (str(node.target),) if str(node.target) in self.analysis.parameters else ()
+            else:
+                use = self.analysis.uses.get(node)
+                operands = use.operands if use else ()
+                found = tuple(dict.fromkeys(n for o in operands for n in self._parameters(o.value)))
+            self.origins[value] = found
+        return found
+
+    # ── pairs and homes ──────────────────────────────────────────────────────────────────────
+
+    def matching(self) -> Matching:
+        """Pairs by family, the vocabulary first, and each parameter's home."""
+        out = Matching()
+        for atom, names in self.vocabulary.items():
+            out.pairs.append(
+                AxisPair((atom,), tuple(names), tuple(self.closers.get(atom, ())), VOCABULARY, True, frozenset())
+            )
+        for family in nx.connected_components(self.families):
+            axes = tuple(sorted((a for a in family if a in self.openers), key=lambda a: a.number))
+            if axes and not any(a in self.vocabulary for a in axes):
+                out.pairs.append(self._pair(self._major_first(axes)))
+        self._settle(out)
+        return out
+
+    def _major_first(self, axes: tuple[Atom, ...]) -> tuple[Atom, ...]:
+        """Axes in the order in which the widest opener's dim has them."""
+        for name in (n for a in axes for n in self.openers[a]):
+            node = self.analysis.parameters[name]
+            order = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d) if a in axes]
+            if len(set(order)) == len(axes):
+                return tuple(dict.fromkeys(order))
+        return axes
+
+    def _pair(self, axes: tuple[Atom, ...]) -> AxisPair:
+        openers = tuple(dict.fromkeys(n for a in axes for n in self.openers[a]))
+        closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
+        inside = frozenset(op for a in axes for op in self.interior[a])
+        return AxisPair(axes, self._in_order(openers), self._in_order(closers), self._role(inside, openers), False, inside)
+
+    def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
+        wanted = set(names)
+        return tuple(n for n in self.analysis.parameters if n in wanted)
+
+    def _role(self, inside: frozenset[str], openers: Iterable[str]) -> Role:
+        ops = inside | {
+            str(use.node.target)
+            for n in openers
+            for use, _ in self.consumers[(self.analysis.parameters[n], 0)]
+        }
+        return next(r for r in self.rulebook.roles if not r.inside or r.inside & ops)
+
+    def _settle(self, out: Matching) -> None:
+        """Give each parameter the pair that most parameter bytes share; drop pairs without any."""
+        weight = {p: sum(self._bytes(n) for n in {*p.openers, *p.closers}) for p in out.pairs}
+        for name in self.analysis.parameters:
+            mine = [p for p in out.pairs if name in p.openers or name in p.closers]
+            mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
+            if mine:
+                out.pair_of[name] = mine[0]
+                out.home[name] = self._home(name, mine[0])
+        out.pairs = [p for p in out.pairs if p in set(out.pair_of.values())]
+
+    def _home(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
+        node = self.analysis.parameters[name]
+        leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
+        if name in self.tables:
+            return tuple(dict.fromkeys(a for a in leaves if _splits(a)))
+        return tuple(a for a in pair.axes if a in leaves)
+
+    def _bytes(self, name: str) -> int:
+        meta = self.analysis.metas[(self.analysis.parameters[name], 0)]
+        return meta.numel() * meta.element_size()
+
+
+def names_of(matching: Matching, roots: Mapping[AxisPair, str]) -> dict[Atom, str]:
+    """A printable name for every axis of a pair: `model.layers.0.self_attn.heads`."""
+    names: dict[Atom, str] = {}
+    for pair in matching.pairs:
+        base = pair.role.axis
+        parts = [base] if len(pair.axes) == 1 else [f"kv_{base}", "group"]
+        parts += [f"factor{k}" for k in range(2, len(pair.axes))]
+        for axis, part in zip(pair.axes, parts, strict=False):
+            names[axis] = f"{roots[pair]}.{part}" if roots[pair] else part
+    return names
+
+
+def _is_lookup(use: Use, k: int) -> bool:
+    return use.rule.emit == "lookup" and k == 0
+
+
+def _splits(atom: Atom) -> bool:
+    return atom.size.static is not None and atom.size.coefficient > 1 and not atom.data
+
+
+def _extend(names: list[str], more: Iterable[str]) -> None:
+    names += [n for n in more if n not in names]
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(n for n in reversed(graph.nodes) if n.op == "output")

@@ -1,0 +1,422 @@
+"""Pose: the placement problem of an analysed program.
+
+Variables
+    one a parameter (how it is laid out), one a parameter-dependent node (its strategy), and one
+    *delivered* a value with several readers: the set of one or two placements that its conversions
+    produce, priced as the cheapest tree from the producer. Each reader may convert further. So query,
+    key and value share one gather and one gradient all-reduce.
+Costs (core.problem.LEVELS, integers compared lexicographically)
+    `_parameter_costs`  bytes not split on their home axis; bytes a rank; the gradient bucket
+    `_Prices.between`   time, number of collectives and of conversions of an edge
+    `_unary`            the index of a choice in its domain's fixed order
+Constraints
+    a parameter, or a value computed from parameters alone, is never gathered nor reduced.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autotp.core.cost import time_ps
+from autotp.core.machine import Machine
+from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
+from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
+from autotp.core.strategy import Facts, Strategy, strategies
+from autotp.errors import PlanError
+from autotp.passes.analyse import Analysis, Use, Value, source_of
+from autotp.passes.match import Matching
+
+__all__ = ["Decision", "Options", "Posed", "decide", "pose"]
+
+Delivered = tuple[Placement, ...]
+Cost = tuple[int, int, int, int]
+"""(forbidden, time_ps, collectives, conversions) of one conversion or tree of them."""
+
+FREE: Cost = (0, 0, 0, 0)
+NEVER: Cost = (1, 0, 0, 0)
+_FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
+_COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the problem depends on besides the program.
+
+    - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
+    - `allowed`: parameter name to the placements that an override or a plan leaves it.
+    """
+
+    tp: int
+    training: bool
+    machine: Machine
+    priced: Callable[[torch.Tensor], int]
+    shard_threshold: float
+    allowed: Mapping[str, Callable[[Placement], bool]]
+
+
+@dataclass(slots=True)
+class Posed:
+    """The problem, and what its variables and choices stand for."""
+
+    problem: Problem
+    parameters: dict[str, tuple[int, tuple[Placement, ...]]]
+    uses: dict[Any, tuple[int, tuple[Strategy, ...]]]
+    delivered: dict[Value, tuple[int, tuple[Delivered, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One choice for everything: layouts, strategies, delivered sets."""
+
+    parameters: Mapping[str, Placement]
+    strategies: Mapping[Any, Strategy]
+    delivered: Mapping[Value, Delivered]
+
+
+def pose(analysis: Analysis, matching: Matching, options: Options) -> Posed:
+    """The placement problem of `analysis` under `options`."""
+    return _Poser(analysis, matching, options).posed()
+
+
+def decide(posed: Posed, solution: Solution) -> Decision:
+    """The placements that a solution stands for."""
+    return Decision(
+        {n: domain[solution.choice[v]] for n, (v, domain) in posed.parameters.items()},
+        {n: domain[solution.choice[v]] for n, (v, domain) in posed.uses.items()},
+        {n: domain[solution.choice[v]] for n, (v, domain) in posed.delivered.items()},
+    )
+
+
+def convert(
+    source: Placement, target: Placement, *, weight: bool, keep: bool, training: bool
+) -> tuple[str, str] | None:
+    """The (forward, backward) primitives of a conversion, or None if it is forbidden.
+
+    - `weight`: the value is a parameter or computed from parameters alone.
+    - `keep`: the reader is a bias slot, where R may become P.
+    """
+    if source == target:
+        return "identity", "identity"
+    if source.kind == target.kind == "S" and source.dim == target.dim:
+        return None  # two axes of one dim: gathered first
+    conversion = CONVERSIONS.get((source.kind, target.kind))
+    if conversion is None or (target.kind == "P" and not keep):
+        return None
+    if weight and not _weight_may(source, target, training):
+        return None
+    return conversion.forward, conversion.backward
+
+
+def _weight_may(source: Placement, target: Placement, training: bool) -> bool:
+    """Whether a weight may change so: no collective forward or backward, outside the bucket."""
+    pairs = {("R", "P"), ("R~", "R"), ("R~", "S")}
+    return (source.kind, target.kind) in (pairs if training else pairs | {("R", "S")})
+
+
+class _Prices:
+    """Costs of conversions of one value."""
+
+    def __init__(self, options: Options, meta: torch.Tensor, *, flows: bool, weight: bool) -> None:
+        self.options, self.flows, self.weight = options, flows and options.training, weight
+        self.size = options.priced(meta)
+        self.cache: dict[tuple[Placement, Placement, bool], Cost] = {}
+
+    def between(self, source: Placement, target: Placement, keep: bool) -> Cost:
+        """The cost of one conversion."""
+        key = (source, target, keep)
+        found = self.cache.get(key)
+        if found is None:
+            found = self.cache[key] = self._price(source, target, keep)
+        return found
+
+    def _price(self, source: Placement, target: Placement, keep: bool) -> Cost:
+        if source == target:
+            return FREE
+        training = self.options.training
+        steps = convert(source, target, weight=self.weight, keep=keep, training=training)
+        if steps is None:
+            return NEVER
+        run = [s for s in (steps[:1] if not self.flows else steps) if s in _COLLECTIVES]
+        return 0, sum(self._time(s) for s in run), len(run), 1
+
+    def _time(self, kind: str) -> int:
+        tp = self.options.tp
+        payload = self.size // tp if kind == "all_to_all" else self.size
+        return time_ps(kind, payload, tp, self.options.machine)
+
+    def tree(self, source: Placement, targets: Delivered) -> Cost:
+        """The cheapest way to have every one of `targets`: each from the source, or from the other."""
+        if len(targets) == 1:
+            return self.between(source, targets[0], keep=False)
+        return min(cost for cost, _ in self.trees(source, targets))
+
+    def trees(self, source: Placement, targets: Delivered) -> list[tuple[Cost, tuple[int, int]]]:
+        """Each tree's cost, with the parent of either target (-1: the source)."""
+        one, two = targets
+        straight = self.between(source, one, False), self.between(source, two, False)
+        return [
+            (_plus(straight[0], straight[1]), (-1, -1)),
+            (_plus(straight[0], self.between(one, two, False)), (-1, 0)),
+            (_plus(straight[1], self.between(two, one, False)), (1, -1)),
+        ]
+
+    def nearest(self, sources: Delivered, target: Placement, keep: bool) -> Cost:
+        """The cheapest conversion from any of `sources`."""
+        return min(self.between(s, target, keep) for s in sources)
+
+
+class _Poser:
+    """Variables and edges while they are collected."""
+
+    def __init__(self, analysis: Analysis, matching: Matching, options: Options) -> None:
+        self.analysis, self.matching, self.options = analysis, matching, options
+        self.variables: list[Variable] = []
+        self.edges: list[Edge] = []
+        self.unary: dict[object, NDArray[np.int64]] = {}
+        self.tables: dict[object, NDArray[np.int64]] = {}
+        self.prices: dict[Value, _Prices] = {}
+        self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
+        self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
+        self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
+        self.uses: dict[Any, tuple[int, tuple[Strategy, ...]]] = {}
+        self.delivered: dict[Value, tuple[int, tuple[Delivered, ...]]] = {}
+
+    def posed(self) -> Posed:
+        """The whole problem."""
+        chosen = {node: self._strategies(use) for node, use in self.analysis.uses.items()}
+        self._find_readers()
+        for name, node in self.analysis.parameters.items():
+            self._parameter(name, (node, 0), chosen)
+        for node, use in self.analysis.uses.items():
+            self._use(use, chosen[node])
+            for number in range(len(use.rule.results)):
+                self._deliver((node, number), chosen)
+        for use in self.analysis.uses.values():
+            self._read(use)
+        self._outputs()
+        problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
+        return Posed(problem, self.parameters, self.uses, self.delivered)
+
+    def _find_readers(self) -> None:
+        for use in self.analysis.uses.values():
+            for k, operand in enumerate(use.operands):
+                if operand.value in self.analysis.dims:
+                    self.readers[operand.value].append((use, k))
+        for value in self._output_values():
+            self.readers[value].append((None, 0))
+
+    def _output_values(self) -> list[Value]:
+        output = next(n for n in reversed(self.analysis.program.graph.nodes) if n.op == "output")
+        values = [source_of(n) for n in output.all_input_nodes]
+        return [v for v in dict.fromkeys(values) if v in self.analysis.dims]
+
+    def _strategies(self, use: Use) -> tuple[Strategy, ...]:
+        analysis = self.analysis
+        facts = Facts(
+            tuple(o.dims for o in use.operands),
+            frozenset(k for k, o in enumerate(use.operands) if o.value in analysis.differentiable),
+            frozenset(k for k, o in enumerate(use.operands) if o.value not in analysis.dims),
+            all(
+                analysis.metas[(use.node, r)].is_floating_point()
+                for r in range(len(use.rule.results))
+                if (use.node, r) in analysis.metas
+            ),
+            any((use.node, r) in analysis.differentiable for r in range(len(use.rule.results))),
+        )
+        tp, training = self.options.tp, self.options.training
+        return strategies(use.rule, facts, analysis.forest, tp, training=training)
+
+    # ── variables ────────────────────────────────────────────────────────────────────────────
+
+    def _add(self, name: str, labels: Sequence[str], costs: NDArray[np.int64]) -> int:
+        self.variables.append(Variable(name, tuple(labels), costs))
+        return len(self.variables) - 1
+
+    def _unary(self, size: int) -> NDArray[np.int64]:
+        costs = np.zeros((len(LEVELS), size), np.int64)
+        costs[_INDEX] = np.arange(size)
+        return costs
+
+    def _shared(self, key: object, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+        found = self.unary.get(key)
+        if found is None:
+            found = self.unary[key] = make()
+        return found
+
+    def _parameter(self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
+        wanted = self._wanted(value, chosen)
+        domain = [REPLICATED]
+        if self.options.training and value in self.analysis.differentiable:
+            domain.append(SHARED)
+        domain += sorted(p for p in wanted if p.kind == "S")
+        allowed = self.options.allowed.get(name)
+        if allowed is not None:
+            domain = [p for p in domain if allowed(p)]
+        if not domain:
+            raise PlanError(f"parameter {name}: no legal placement is left to it")
+        costs = self._parameter_costs(name, value, domain)
+        variable = self._add(name, [str(p) for p in domain], costs)
+        self.parameters[name] = (variable, tuple(domain))
+        self.makers[value] = (variable, tuple(domain))
+        self._deliver(value, chosen)
+
+    def _parameter_costs(
+        self, name: str, value: Value, domain: Sequence[Placement]
+    ) -> NDArray[np.int64]:
+        size = self._bytes(value)
+        home = self._home(name, size)
+        tp, machine = self.options.tp, self.options.machine
+        costs = self._unary(len(domain))
+        for k, placement in enumerate(domain):
+            costs[_BYTES, k] = size // tp if placement.kind == "S" else size
+            if home and placement.axis not in home:
+                costs[_HOME, k] = size
+            if placement.kind == "R~":  # a share of the bucket: bytes, no latency or count
+                costs[_TIME, k] = time_ps("all_reduce", size, tp, machine) - time_ps(
+                    "all_reduce", 0, tp, machine
+                )
+        return self._shared(costs.tobytes(), lambda: costs)
+
+    def _bytes(self, value: Value) -> int:
+        meta = self.analysis.metas[value]
+        return meta.numel() * meta.element_size()
+
+    def _home(self, name: str, size: int) -> frozenset[str]:
+        """Names of the axes one of which the parameter should be split along; empty if it is free."""
+        axes = self.matching.home.get(name, ())
+        largest = max(self._bytes((n, 0)) for n in self.analysis.parameters.values())
+        splits = [a.name for a in axes if (a.size.static or 0) % self.options.tp == 0]
+        return frozenset(splits) if size >= self.options.shard_threshold * largest else frozenset()
+
+    def _wanted(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
+        """Every placement in which some reader may want `value`."""
+        wanted: dict[Placement, None] = {}
+        for use, k in self.readers[value]:
+            found = (REPLICATED,) if use is None else (s.operands[k] for s in chosen[use.node])
+            wanted.update(dict.fromkeys(found))
+        return list(wanted)
+
+    def _use(self, use: Use, domain: tuple[Strategy, ...]) -> None:
+        costs = self._shared(("use", self._sliced(use, domain)), lambda: self._use_costs(use, domain))
+        variable = self._add(use.node.name, [s.label for s in domain], costs)
+        self.uses[use.node] = (variable, domain)
+        for number in range(len(use.rule.results)):
+            self.makers[(use.node, number)] = (variable, tuple(s.results[number] for s in domain))
+
+    def _sliced(self, use: Use, domain: tuple[Strategy, ...]) -> tuple[int, ...]:
+        """For each strategy, how many constant operands it slices."""
+        constant = [k for k, o in enumerate(use.operands) if o.value not in self.analysis.dims]
+        return tuple(sum(s.operands[k].kind in ("S", "P") for k in constant) for s in domain)
+
+    def _use_costs(self, use: Use, domain: tuple[Strategy, ...]) -> NDArray[np.int64]:
+        costs = self._unary(len(domain))
+        costs[_CONVERSIONS] = self._sliced(use, domain)
+        return costs
+
+    def _deliver(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
+        """A delivered variable for a value with several readers."""
+        if len(self.readers[value]) < 2 or value not in self.makers:
+            return
+        maker, made = self.makers[value]
+        wanted = self._wanted(value, chosen)
+        singles = list(dict.fromkeys([*wanted, *made]))
+        pairs = [(p, q) for i, p in enumerate(wanted) for q in wanted[i + 1 :]]
+        domain: list[Delivered] = [(p,) for p in singles] + pairs
+        labels = ["+".join(str(p) for p in d) for d in domain]
+        name = f"{value[0].name}.{value[1]} delivered"
+        variable = self._add(name, labels, self._shared(len(domain), lambda: self._unary(len(domain))))
+        self.delivered[value] = (variable, tuple(domain))
+        prices = self._price(value)
+        self._edge(maker, variable, made, domain, prices, prices.tree, "tree")
+
+    # ── edges ────────────────────────────────────────────────────────────────────────────────
+
+    def _price(self, value: Value) -> _Prices:
+        found = self.prices.get(value)
+        if found is None:
+            found = self.prices[value] = _Prices(
+                self.options,
+                self.analysis.metas[value],
+                flows=value in self.analysis.differentiable,
+                weight=value in self.analysis.weights,
+            )
+        return found
+
+    def _read(self, use: Use) -> None:
+        """Edges from what each operand reads to the node."""
+        variable, domain = self.uses[use.node]
+        for k, operand in enumerate(use.operands):
+            if operand.value in self.analysis.dims:
+                keep = k in use.rule.bias
+                self._reader(operand.value, variable, [s.operands[k] for s in domain], keep)
+
+    def _reader(self, value: Value, reader: int, wanted: Sequence[Placement], keep: bool) -> None:
+        prices = self._price(value)
+        if value in self.delivered:
+            source, sets = self.delivered[value]
+            self._edge(
+                source, reader, sets, wanted, prices, lambda s, t: prices.nearest(s, t, keep), f"near{keep}"
+            )
+        else:
+            source, made = self.makers[value]
+            self._edge(
+                source, reader, made, wanted, prices, lambda s, t: prices.between(s, t, keep), f"one{keep}"
+            )
+
+    def _edge(
+        self,
+        first: int,
+        second: int,
+        rows: Sequence[Any],
+        columns: Sequence[Any],
+        prices: _Prices,
+        cost: Callable[[Any, Any], Cost],
+        kind: str,
+    ) -> None:
+        key = (kind, prices.size, prices.flows, prices.weight, _canonical(rows, columns))
+        table = self.tables.get(key)
+        if table is None:
+            table = self.tables[key] = _table(rows, columns, cost)
+        self.edges.append(Edge(first, second, table))
+
+    def _outputs(self) -> None:
+        """Outputs are whole on every rank: their readers are a variable with one choice."""
+        for value in self._output_values():
+            name = f"{value[0].name} output"
+            sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
+            self._reader(value, sink, [REPLICATED], keep=False)
+
+
+def _plus(one: Cost, two: Cost) -> Cost:
+    return one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3]
+
+
+def _table(
+    rows: Sequence[Any], columns: Sequence[Any], cost: Callable[[Any, Any], Cost]
+) -> NDArray[np.int64]:
+    table = np.zeros((len(LEVELS), len(rows), len(columns)), np.int64)
+    for i, row in enumerate(rows):
+        for j, column in enumerate(columns):
+            found = cost(row, column)
+            table[_FORBIDDEN, i, j], table[_TIME, i, j] = found[0], found[1]
+            table[_COUNT, i, j], table[_CONVERSIONS, i, j] = found[2], found[3]
+    return table
+
+
+def _canonical(rows: Iterable[Any], columns: Iterable[Any]) -> object:
+    """Placements with axes numbered by first appearance: equal for equal layers."""
+    numbers: dict[str, int] = {}
+
+    def plain(item: Any) -> object:
+        if isinstance(item, Placement):
+            return item.kind, item.dim, numbers.setdefault(item.axis, len(numbers))
+        return tuple(plain(p) for p in item)
+
+    return tuple(plain(r) for r in rows), tuple(plain(c) for c in columns)
+
+
