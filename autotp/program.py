@@ -6,20 +6,26 @@ and whose output is a flat tuple. Every tensor-valued node has `meta["val"]` (a 
 tensor with symbolic sizes) and, where torch.export gave them, `nn_module_stack` and `stack_trace`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Guard", "Program"]
+__all__ = ["Guard", "Program", "broken_guard", "named_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on input sizes under which the graph is the model's; a Python expression over `L`."""
+    """A condition on the inputs under which the graph is the model's; a Python expression over `L`.
+
+    Example: `Guard("L['attention_mask'].size()[1] == L['input_ids'].size()[1]", "attention_mask")`.
+    """
 
     expression: str
     input_name: str
@@ -31,7 +37,10 @@ class Program:
 
     - `inputs`: names of the tensor inputs, flattened, in the order of the graph's placeholders; a
       nested input (a tuple of tensors) appears once a leaf, as `name.0`, `name.1`.
-    - `constants`: the non-tensor inputs that were given (`use_cache=False`), baked into the graph.
+    - `constants`: the non-tensor inputs that were given (`use_cache=False`), baked into the graph, by
+      leaf name.
+    - `in_spec`: flattens the mapping of all inputs given, in the capture's fixed order (the forward's
+      own); its leaves are named by `named_leaves`.
     - `out_spec`: rebuilds the model's own output from the graph's flat tuple.
     - `lifted`: tensors that the forward made as constants, by their `get_attr` name (`_const_<hash>`).
     - `tied`: alias parameter name to the one name that the graph uses.
@@ -53,3 +62,32 @@ class Program:
     dynamic: bool
     reason: str
     training: bool
+
+
+def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of the inputs by name: `name`, or `name.0`, `name.1` … where the input is nested.
+
+    Example: `named_leaves({"x": a, "pair": (b, c)})` is `{"x": a, "pair.0": b, "pair.1": c}`.
+    """
+    leaves: dict[str, Any] = {}
+    for name, value in inputs.items():
+        flat, spec = pytree.tree_flatten(value)
+        leaves |= (
+            {name: value} if spec.is_leaf() else {f"{name}.{i}": v for i, v in enumerate(flat)}
+        )
+    return leaves
+
+
+def broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | None:
+    """The first guard of `program` that `inputs` break; None when its graph is right for them.
+
+    Constraints:
+    - `inputs` holds every tensor input of the program (nested ones as given to the model).
+    """
+    scope = {"L": inputs, "torch": torch, "math": math}
+    return next((g for g in program.guards if not eval(_compiled(g.expression), scope)), None)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, "<guard>", "eval")

@@ -1,0 +1,251 @@
+"""Turns an unmodified model into one flat graph, by torch.export and a few repairs.
+
+The model is traced once, with symbolic batch and sequence sizes; where its forward fixes the sequence,
+at the sizes given. The graph keeps the model's own names and is free of in-place ops, of asserts and of
+no-ops. What the model's Python code took for granted about sizes comes along as guards.
+"""
+
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from autotp.errors import CaptureError
+from autotp.passes.capture_graph import flat_graph, mutated
+from autotp.passes.capture_inputs import (
+    Axes,
+    accepted,
+    data_axes,
+    example_inputs,
+    positions,
+    traced_at,
+)
+from autotp.passes.clean import clean, retarget
+from autotp.passes.functional import functionalise
+from autotp.program import Guard, Program, named_leaves
+
+__all__ = ["capture", "example_inputs", "retarget"]
+
+FREEDOMS = (frozenset({"batch", "sequence", "decoder"}), frozenset({"batch"}), frozenset[str]())
+TORCH = os.path.dirname(torch.__file__)
+SHORT = 200  # characters of torch's reason
+
+
+def capture(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
+    """The forward of `model` as one graph, for the kind of call that `inputs` stands for.
+
+    Example: `capture(model, {"input_ids": ids, "use_cache": False}).graph` has the placeholder
+    `input_ids`, `get_attr` nodes like `model.layers.0.mlp.up_proj.weight`, and a flat tuple as output.
+
+    Constraints:
+    - Which inputs are present, their types, the values of non-tensors and train() or eval() are fixed;
+      batch and sequence sizes are free (see `Program.dynamic`), within `Program.guards`.
+    - Works for models on any device, meta included; constants and factory calls carry that device
+      until `retarget`.
+    - The model is left as it was.
+    """
+    given = accepted(model, inputs)
+    axes = data_axes(model, given)
+    call = _Call(model, given)
+    export = _exported(call, axes)
+    tied = _tied(model)
+    names = tuple(axes)
+    graph, lifted = flat_graph(export.program, names, _tied_state(model, tied))
+    if functionalise(graph):
+        functional = _functional(model, export.program)
+        graph, lifted = flat_graph(functional, names, _tied_state(model, tied))
+        if reason := functionalise(graph):
+            raise CaptureError(
+                f"{type(model).__name__}: {reason}. Use the op that returns a new tensor."
+            )
+    clean(graph)
+    graph.lint()
+    out_spec = export.program.call_spec.out_spec
+    assert out_spec is not None
+    return Program(
+        graph=graph,
+        inputs=names,
+        constants={n: v for n, v in named_leaves(given).items() if n not in axes},
+        in_spec=pytree.tree_structure(given),
+        out_spec=out_spec,
+        lifted=lifted,
+        tied=tied,
+        data_dims={n: tuple(a) for n, a in axes.items()},
+        guards=(*_guards(export.program), *_fixed(given, axes, export.free)),
+        dynamic=not export.reason or "sequence" in export.free,
+        reason=export.reason,
+        training=model.training,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Export:
+    """What torch.export gave, the kinds of axes left free, and why not more were."""
+
+    program: ExportedProgram
+    free: frozenset[str]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One kind of call of a model: all inputs, with those that hold no tensor fixed."""
+
+    model: nn.Module
+    given: Mapping[str, Any]
+
+    def traced(self) -> list[str]:
+        """The names of the inputs that hold a tensor."""
+        leaves = {n: pytree.tree_leaves(v) for n, v in self.given.items()}
+        return [n for n, of in leaves.items() if any(isinstance(v, torch.Tensor) for v in of)]
+
+    @contextmanager
+    def by_keyword(self) -> Iterator[None]:
+        """The model takes exactly the traced inputs, by keyword, whatever its signature looks like."""
+        forward, own = self.model.forward, vars(self.model).get("forward")
+        parameters = inspect.signature(forward).parameters.values()
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        names = self.traced()
+
+        def call(**tensors: Any) -> Any:  # noqa: ANN401 what the model takes and gives
+            inputs = {n: tensors.get(n, v) for n, v in self.given.items()}
+            return forward(*[inputs.pop(n) for n in positional if n in inputs], **inputs)
+
+        kind = inspect.Parameter.KEYWORD_ONLY
+        call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
+        self.model.forward = call
+        try:
+            yield
+        finally:
+            del self.model.forward
+            if own is not None:
+                self.model.forward = own
+
+
+def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
+    kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
+    failures: list[Exception] = []
+    for free in dict.fromkeys(freedom & kinds for freedom in FREEDOMS):
+        try:
+            program = _export(call, axes, free)
+        except Exception as error:  # noqa: BLE001 torch.export raises any type; the last one is raised
+            failures.append(error)
+        else:
+            reason = _short(failures[0]) if failures else ""
+            return _Export(program, free, reason)
+    raise CaptureError(_explained(call.model, failures[-1])) from failures[-1]
+
+
+def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> ExportedProgram:
+    sized = traced_at(call.given, axes, free, positions(call.model))
+    traced = {n: sized[n] for n in call.traced()}
+    shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
+    with call.by_keyword(), torch.enable_grad():  # else no_grad regions would go unseen
+        return torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
+
+
+def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:  # noqa: ANN401
+    """The `dynamic_shapes` of one input: nested like `value`."""
+    leaves = [
+        {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
+        for leaf in named_leaves({name: value})
+    ]
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(value))
+
+
+def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
+    functional = exported.run_decompositions({})
+    if target := mutated(functional):
+        raise CaptureError(
+            f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
+            "Sharded ranks could not agree on it: call eval(), or take the update out of the forward."
+        )
+    return functional
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Each further name of a parameter, with its first name in the model's own order."""
+    return _aliases(model.named_parameters(remove_duplicate=False))
+
+
+def _tied_state(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
+    return {**tied, **_aliases(model.named_buffers(remove_duplicate=False))}
+
+
+def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    first: dict[int, str] = {}
+    every = [(name, first.setdefault(id(tensor), name)) for name, tensor in named]
+    return {name: known for name, known in every if name != known}
+
+
+def _guards(exported: ExportedProgram) -> tuple[Guard, ...]:
+    """What the model's code assumed of sizes. The ranges that come from tracing at ≥ 2 are not in it."""
+    return tuple(Guard(code, _first_name(code)) for code in exported._guards_code)
+
+
+def _first_name(code: str) -> str:
+    found = re.search(r"L\['([^']+)'\]", code)
+    return found.group(1) if found else ""
+
+
+def _fixed(
+    given: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str]
+) -> Iterator[Guard]:
+    """What tracing fixed of each tensor input: its type, its rank, and the sizes that are not free."""
+    for name, value in given.items():
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor):
+                leaf_name = next(n for n, v in named_leaves({name: value}).items() if v is leaf)
+                where = f"L[{name!r}]{pytree.keystr(path)}"
+                dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
+                yield from (Guard(code, name) for code in _form(where, leaf, dims))
+
+
+def _form(where: str, tensor: torch.Tensor, free: set[int]) -> list[str]:
+    sizes = [f"{where}.size()[{d}] == {n}" for d, n in enumerate(tensor.shape) if d not in free]
+    return [f"{where}.dtype == {tensor.dtype}", f"{where}.dim() == {tensor.dim()}", *sizes]
+
+
+def _short(error: Exception) -> str:
+    """Torch's reason, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    telling = next((line for line in lines if line.startswith("- ")), lines[0])
+    return f"{type(error).__name__}: {telling.removeprefix('- ')}"[:SHORT]
+
+
+def _explained(model: nn.Module, error: Exception) -> str:
+    return (
+        f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: {_short(error)} "
+        "Rewrite that line so that no Python branch or shape depends on a tensor's values, "
+        "or give other example inputs."
+    )
+
+
+def _line(model: nn.Module, error: BaseException) -> str:
+    """Where the model's own code was when `error` was raised, as ` (file:line, in function: code)`."""
+    modules = {type(m).__module__ for m in model.modules()}
+    files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
+    own = {f for f in files if f and not f.startswith(TORCH)}
+    frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__)]
+    inside = [f for f in frames if f.filename in own]
+    if not inside:
+        return ""
+    last = inside[-1]
+    return f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` last, after what caused it."""
+    if error is not None:
+        yield from _chain(error.__cause__ or error.__context__)
+        yield error

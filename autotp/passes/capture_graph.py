@@ -1,0 +1,188 @@
+"""From torch.export's program to one flat graph of our own, without running it again.
+
+The graph is copied node by node: lifted parameters and buffers become `get_attr` nodes made where they
+are first used, non-tensor inputs disappear, regions that only switch gradients off are inlined.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
+
+from autotp.errors import CaptureError
+
+__all__ = ["constant_name", "flat_graph", "mutated"]
+
+KEPT_META = ("val", "nn_module_stack", "stack_trace")
+WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
+WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+STATE = (InputKind.PARAMETER, InputKind.BUFFER)
+PLAIN_OUTPUTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+
+
+def flat_graph(
+    exported: ExportedProgram, inputs: tuple[str, ...], tied: Mapping[str, str]
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """The graph of `exported` with the tensors it made as constants, by their `get_attr` name.
+
+    Constraints:
+    - `inputs`: names of the tensor inputs in the program's order; a dot becomes an underscore.
+    - `tied`: alias to the name that the graph is to use.
+    """
+    copy = _Copy(tied)
+    for spec, node in zip(
+        exported.graph_signature.input_specs, _placeholders(exported), strict=True
+    ):
+        if spec.kind in STATE:
+            copy.state(node, str(spec.target))
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            copy.constant(node, exported.constants[str(spec.target)])
+        elif spec.kind is not InputKind.USER_INPUT:
+            raise CaptureError(_unsupported(spec))
+        elif isinstance(spec.arg, ConstantArgument):
+            copy.values[node] = spec.arg.value
+    tensors = [n for n in _placeholders(exported) if n not in copy.values]
+    for name, node in zip(inputs, tensors, strict=True):
+        copy.placeholder(node, name.replace(".", "_"))
+    copy.graph.output(tuple(copy.region(exported.graph_module)))
+    return copy.graph, copy.lifted
+
+
+def mutated(exported: ExportedProgram) -> str:
+    """The name of the first buffer or input that the functionalised program writes to; empty if none."""
+    written = (s for s in exported.graph_signature.output_specs if s.kind not in PLAIN_OUTPUTS)
+    return next((str(s.target) for s in written), "")
+
+
+def constant_name(tensor: torch.Tensor) -> str:
+    """The `get_attr` name of a constant, by content: `_const_` and 12 hexadecimal digits."""
+    stored = b"" if tensor.is_meta else _bytes(tensor)
+    digest = hashlib.sha1(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + stored)
+    return f"_const_{digest.hexdigest()[:12]}"
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def _placeholders(exported: ExportedProgram) -> list[fx.Node]:
+    return [n for n in exported.graph.nodes if n.op == "placeholder"]
+
+
+def _unsupported(spec: InputSpec) -> str:
+    return (
+        f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, which is no tensor. "
+        "Use plain tensors, parameters and buffers."
+    )
+
+
+class _Copy:
+    """A graph in the making: `values` maps nodes of the program to what stands for them here."""
+
+    def __init__(self, tied: Mapping[str, str]) -> None:
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        self.lifted: dict[str, torch.Tensor] = {}
+        self._tied = tied
+        self._made: dict[str, fx.Node] = {}
+
+    def placeholder(self, node: fx.Node, name: str) -> None:
+        self.values[node] = self._created("placeholder", name, (), {}, name, node)
+
+    def state(self, node: fx.Node, target: str) -> None:
+        self.values[node] = _Later(self._tied.get(target, target), node)
+
+    def constant(self, node: fx.Node, value: torch.Tensor) -> None:
+        name = constant_name(value)
+        self.lifted[name] = value.detach()
+        self.values[node] = _Later(name, node)
+
+    def region(self, module: fx.GraphModule) -> list[Any]:
+        """What a (sub)graph returns, after its nodes were copied; its placeholders have values."""
+        for node in module.graph.nodes:
+            if node.op == "get_attr":
+                self.values[node] = getattr(module, node.target)
+            elif node.op == "call_function":
+                self.values[node] = self._called(node)
+        return list(self._mapped(module.graph.output_node().args[0]))
+
+    def _called(self, node: fx.Node) -> Any:  # noqa: ANN401 a node, or the list an inlined region gave
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self._inlined(node)
+        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+        if isinstance(args[0] if args else None, (list, tuple)) and not isinstance(
+            node.target, torch._ops.OpOverload
+        ):
+            return args[0][args[1]]  # getitem of what an inlined region gave
+        return self._created("call_function", node.target, args, kwargs, node.name, node)
+
+    def _inlined(self, node: fx.Node) -> list[Any]:
+        if node.target is WITH_GRAD:
+            enabled, submodule, *operands = node.args
+            outputs = self._entered(submodule, operands)
+            return outputs if enabled else [self._detached(o) for o in outputs]
+        if node.target is WITH_AUTOCAST and not node.args[2]:
+            return self._entered(node.args[4], list(node.args[5:]))
+        raise CaptureError(_region(node))
+
+    def _entered(self, submodule: Any, operands: list[Any]) -> list[Any]:  # noqa: ANN401 fx arguments
+        module = self.values[submodule]
+        names = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.values |= {n: self._mapped(o) for n, o in zip(names, operands, strict=True)}
+        return self.region(module)
+
+    def _detached(self, value: Any) -> Any:  # noqa: ANN401 any output of a region
+        val = value.meta.get("val") if isinstance(value, fx.Node) else None
+        if not isinstance(val, torch.Tensor) or not val.is_floating_point():
+            return value
+        detach = torch.ops.aten.detach.default
+        return self._created("call_function", detach, (value,), {}, "detach", value)
+
+    def _mapped(self, argument: Any) -> Any:  # noqa: ANN401 fx arguments
+        return fx.map_arg(argument, self._value)
+
+    def _value(self, node: fx.Node) -> Any:  # noqa: ANN401 a node or a constant
+        value = self.values[node]
+        if not isinstance(value, _Later):
+            return value
+        if value.target not in self._made:
+            args = ("get_attr", value.target, (), {}, None, value.node)
+            self._made[value.target] = self._created(*args)
+        return self._made[value.target]
+
+    def _created(
+        self,
+        op: str,
+        target: str | Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None,
+        source: fx.Node,
+    ) -> fx.Node:
+        node = self.graph.create_node(op, target, args, kwargs, name)
+        node.meta = {k: source.meta[k] for k in KEPT_META if k in source.meta}
+        return node
+
+
+class _Later:
+    """A parameter, buffer or constant that has no node yet: it gets one where it is first used."""
+
+    __slots__ = ("node", "target")
+
+    def __init__(self, target: str, node: fx.Node) -> None:
+        self.target = target
+        self.node = node
+
+
+def _region(node: fx.Node) -> str:
+    where = str(node.meta.get("stack_trace", "")).strip().splitlines()[-2:]
+    return (
+        f"{node.name} ({' '.join(line.strip() for line in where)}): the forward contains "
+        f"{node.target}, a region that one flat graph cannot hold. "
+        "Take autocast and control flow on tensor values out of the forward."
+    )

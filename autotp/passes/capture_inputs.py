@@ -1,0 +1,277 @@
+"""What goes into a capture: example inputs made from a config, and the sizes at which to trace.
+
+The sizes that a user gives only price a plan. Tracing happens at sizes of its own, all of them at
+least 2 and distinct, so that no size is mistaken for another or for the special case of 1.
+"""
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autotp.errors import CaptureError, PlanError
+from autotp.program import named_leaves
+
+__all__ = ["Axes", "accepted", "data_axes", "example_inputs", "positions", "traced_at"]
+
+LONGEST_EXAMPLE = 4096  # tokens: longer contexts change no decision, only the price
+BATCH_SIZES = (3, 2)
+SEQUENCE_SIZES = (11, 13, 17, 19, 7, 5, 3, 2)
+
+Axis = tuple[str, int]
+"""A kind of data size ("batch", "sequence" or "decoder") with the size given."""
+Axes = Mapping[int, Axis]
+"""The dims of one input whose size belongs to the data."""
+
+
+def example_inputs(
+    model: nn.Module, training: bool, *, batch: int = 1, sequence: int | None = None
+) -> dict[str, Any]:
+    """Inputs for a model that has a config, on its own device, to price a plan with.
+
+    Example: for a causal language model `{"input_ids": (1, 4096), "attention_mask": (1, 4096),
+    "use_cache": False}`, and `labels` when training.
+
+    Constraints:
+    - `sequence` defaults to the model's maximum, at most 4096.
+    - A module without a config, or with a main input of another kind, must be given its inputs.
+    """
+    config = getattr(model, "config", None)
+    if config is None:
+        raise PlanError(
+            f"{type(model).__name__}: has no config, so its inputs cannot be guessed; "
+            f"its forward takes {_listed(_parameters(model))}. Pass example_inputs={{name: tensor}}."
+        )
+    return _Examples(model, batch, sequence or _longest(model)).all(training)
+
+
+def positions(model: nn.Module) -> int | None:
+    """The most positions that the model's config allows; None where it sets no limit.
+
+    A table of positions that keeps rows for padding (it has a `padding_idx`) has fewer to give.
+    """
+    config = _text_config(model)
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    limit = next((n for n in (getattr(config, k, None) for k in names) if isinstance(n, int)), None)
+    if limit is None or limit < 1:
+        return None
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    padded = [
+        t.padding_idx for t in tables if t.num_embeddings == limit and t.padding_idx is not None
+    ]
+    return limit - 1 - max(padded) if padded else limit
+
+
+def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs in the order of the forward's signature, without those that only repeat a None."""
+    parameters = _parameters(model)
+    unknown = [name for name in inputs if name not in parameters]
+    if unknown and not _takes_any(model):
+        raise CaptureError(_unknown_input(model, unknown[0], parameters))
+    given = {n: v for n, v in inputs.items() if v is not None or not _is_none(parameters.get(n))}
+    required = [n for n, p in parameters.items() if p.default is p.empty and n not in given]
+    if required:
+        raise CaptureError(
+            f"{type(model).__name__}: its forward needs {_listed(required)}, given were "
+            f"{_listed(given)}. Add {required[0]!r} to the inputs."
+        )
+    ordered = [n for n in parameters if n in given] + sorted(
+        n for n in given if n not in parameters
+    )
+    return {n: given[n] for n in ordered}
+
+
+def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
+    """For each tensor among the leaves, the dims whose size belongs to the data.
+
+    Example: ids (2, 12) have `{0: ("batch", 2), 1: ("sequence", 12)}`; images (2, 3, 224, 224) only
+    the first; a mask (2, 1, 12, 12) beside such ids has both lengths too.
+    """
+    tensors = {n: v for n, v in named_leaves(inputs).items() if isinstance(v, torch.Tensor)}
+    shapes = [tuple(t.shape) for t in tensors.values() if t.dim()]
+    batch = shapes[0][0] if shapes else 0
+    lengths = {t.shape[1] for t in tensors.values() if _has_sequence(t)}
+    encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    axes: dict[str, Axes] = {}
+    for name, tensor in tensors.items():
+        decoder = name.startswith("decoder_") or (name == "labels" and encoder_decoder)
+        kind = "decoder" if decoder else "sequence"
+        found = {d: (kind, tensor.shape[d]) for d in _sequence_dims(tensor, batch, lengths)}
+        axes[name] = ({0: ("batch", batch)} if _has_batch(tensor, batch) else {}) | found
+    return axes
+
+
+def traced_at(
+    inputs: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str], limit: int | None
+) -> dict[str, Any]:
+    """Fresh copies of the inputs, with sizes of our own along the axes whose kind is in `free`.
+
+    Values are the given ones, tiled or cropped. Axes that are equal stay equal.
+    """
+    wanted = sorted({a for of in axes.values() for a in of.values() if a[0] in free}, key=_by_size)
+    sizes = _chosen(wanted, limit)
+    leaves = [
+        _resized(leaf, {d: sizes[a] for d, a in axes[name].items() if a in sizes})
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for name, leaf in named_leaves(inputs).items()
+    ]
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(dict(inputs)))
+
+
+def _by_size(axis: Axis) -> tuple[int, str]:
+    return axis[1], axis[0]
+
+
+def _chosen(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
+    batch = [a for a in axes if a[0] == "batch"]
+    lengths = [a for a in axes if a[0] != "batch"]
+    longest = limit or max([SEQUENCE_SIZES[0], *(size for _, size in lengths)])
+    legal = [n for n in SEQUENCE_SIZES if n <= longest]
+    rest = [n for n in legal if n not in BATCH_SIZES[: len(batch)]]
+    kept = [
+        n for _, n in lengths if n not in rest
+    ]  # more lengths than our own sizes: the given ones
+    ascending = sorted((rest + kept)[: len(lengths)])
+    return dict(zip(batch, BATCH_SIZES, strict=False)) | dict(zip(lengths, ascending, strict=False))
+
+
+def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+    resized = tensor.detach()
+    for dim, size in sizes.items():
+        order = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
+        resized = resized.index_select(dim, order)
+    return resized.clone()
+
+
+def _has_batch(tensor: torch.Tensor, batch: int) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] == batch
+
+
+def _has_sequence(tensor: torch.Tensor) -> bool:
+    """Whether dim 1 is a sequence by rank and type alone: words, masks and positions, or vectors."""
+    return tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
+
+
+def _sequence_dims(tensor: torch.Tensor, batch: int, lengths: set[int]) -> tuple[int, ...]:
+    if tensor.dim() == 1:
+        return (0,) if tensor.shape[0] in lengths - {batch} else ()
+    if _has_sequence(tensor) or (tensor.dim() == 2 and tensor.shape[1] in lengths):
+        return (1,)
+    if tensor.dim() == 4 and tensor.shape[1] == 1:  # a mask (batch, 1, queries, keys)
+        return tuple(d for d in (2, 3) if tensor.shape[d] in lengths)
+    return ()
+
+
+def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+    kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    found = inspect.signature(model.forward).parameters
+    return {n: p for n, p in found.items() if p.kind not in kinds}
+
+
+def _takes_any(model: nn.Module) -> bool:
+    found = inspect.signature(model.forward).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD for p in found)
+
+
+def _is_none(parameter: inspect.Parameter | None) -> bool:
+    return parameter is None or parameter.default is None
+
+
+def _unknown_input(model: nn.Module, name: str, known: Mapping[str, object]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+    return (
+        f"{type(model).__name__}: its forward does not take {name!r}, only {_listed(known)}. {hint}"
+    )
+
+
+def _listed(names: Mapping[str, object] | list[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"
+
+
+def _text_config(model: nn.Module) -> object:
+    config = getattr(model, "config", None)
+    nested = getattr(config, "get_text_config", None)
+    return nested() if callable(nested) else config
+
+
+def _longest(model: nn.Module) -> int:
+    return min(LONGEST_EXAMPLE, positions(model) or LONGEST_EXAMPLE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Examples:
+    """Makes each kind of input of one model at the sizes asked for."""
+
+    model: nn.Module
+    batch: int
+    sequence: int
+
+    def all(self, training: bool) -> dict[str, Any]:
+        taken = _parameters(self.model)
+        main = str(getattr(self.model, "main_input_name", "input_ids"))
+        makers: dict[str, Callable[[], torch.Tensor]] = {
+            "input_ids": self.words,
+            "pixel_values": self.pixels,
+            "input_features": self.spectrum,
+        }
+        if main not in makers:
+            raise PlanError(
+                f"{type(self.model).__name__}: its main input {main!r} cannot be made up, only "
+                f"{_listed(list(makers))}. Pass example_inputs={{{main!r}: tensor, …}}."
+            )
+        inputs: dict[str, Any] = {main: makers[main]()}
+        if "attention_mask" in taken and main == "input_ids":
+            inputs["attention_mask"] = torch.ones_like(inputs[main])
+        if getattr(_config(self.model), "is_encoder_decoder", False):
+            inputs["decoder_input_ids"] = self.words()
+        if training and "labels" in taken:
+            inputs["labels"] = self.labels()
+        return inputs | ({"use_cache": False} if "use_cache" in taken else {})
+
+    def words(self) -> torch.Tensor:
+        size = getattr(_text_config(self.model), "vocab_size", 2)
+        return self._integers((self.batch, self.sequence), size)
+
+    def labels(self) -> torch.Tensor:
+        loss = str(getattr(self.model, "loss_type", "") or "")
+        if loss.endswith(("SequenceClassification", "ImageClassification")):
+            return self._integers((self.batch,), int(getattr(_config(self.model), "num_labels", 2)))
+        return self.words()
+
+    def pixels(self) -> torch.Tensor:
+        config = _config(self.model)
+        config = (
+            config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
+        )
+        size = getattr(config, "image_size", 224)
+        height, width = (size, size) if isinstance(size, int) else size
+        return self._reals((self.batch, getattr(config, "num_channels", 3), height, width))
+
+    def spectrum(self) -> torch.Tensor:
+        config = _config(self.model)
+        frames = 2 * getattr(config, "max_source_positions", 1500)  # the convolutions halve them
+        return self._reals((self.batch, getattr(config, "num_mel_bins", 80), frames))
+
+    def _integers(self, shape: tuple[int, ...], below: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, below, shape, generator=generator).to(_device(self.model))
+
+    def _reals(self, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        return torch.randn(shape, generator=generator).to(_device(self.model), dtype)
+
+
+def _config(model: nn.Module) -> object:
+    return getattr(model, "config", None)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

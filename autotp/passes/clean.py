@@ -1,0 +1,101 @@
+"""Takes out of a captured graph what does nothing, and moves a graph to another device.
+
+Sizes are never ordered: they are symbols, and a comparison would specialise them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+__all__ = ["clean", "retarget"]
+
+END = 2**63 - 1  # how a slice says "to the end"
+aten = torch.ops.aten
+
+
+def clean(graph: fx.Graph) -> None:
+    """Drops no-op slices, casts and dropouts, aliases, asserts and dead nodes from `graph`.
+
+    Constraints:
+    - No op of `graph` works in place.
+    - What draws random numbers stays, used or not: the stream of random numbers is the model's.
+    """
+    for node in list(graph.nodes):
+        if node.op == "call_function" and DOES_NOTHING.get(node.target, _never)(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_idle(node):
+            graph.erase_node(node)
+
+
+def retarget(graph: fx.Graph, device: torch.device) -> None:
+    """Makes every device argument in `graph` (factory calls, `to`) `device`, in place."""
+
+    def moved(argument: object) -> object:
+        return device if isinstance(argument, torch.device) else argument
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, moved)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+
+
+def _never(node: fx.Node) -> bool:
+    return False
+
+
+def _always(node: fx.Node) -> bool:
+    return True
+
+
+def _is_idle(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op == "get_attr"
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded not in tags
+
+
+def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _is_whole_slice(node: fx.Node) -> bool:
+    if _argument(node, 2, "start", None) not in (None, 0) or _argument(node, 4, "step", 1) != 1:
+        return False
+    end, dim = _argument(node, 3, "end", None), _argument(node, 1, "dim", 0)
+    return end is None or end == END or _size(node.args[0], dim) == _size(node, dim)
+
+
+def _size(node: object, dim: object) -> str:
+    """A size as text, so that symbols compare by form: no guard, no order."""
+    return str(node.meta["val"].shape[dim])  # type: ignore[attr-defined, index]
+
+
+def _is_same_type(node: fx.Node) -> bool:
+    source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    formats = (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.memory_format))
+    kept = all(f is torch.preserve_format for f in formats)
+    return kept and (source.dtype, source.device) == (result.dtype, result.device)
+
+
+def _is_off(node: fx.Node) -> bool:
+    return _argument(node, 1, "p", 0.5) == 0 or not _argument(node, 2, "train", False)
+
+
+DOES_NOTHING: dict[object, Callable[[fx.Node], bool]] = {
+    aten.slice.Tensor: _is_whole_slice,
+    aten.to.dtype: _is_same_type,
+    aten.to.dtype_layout: _is_same_type,
+    aten.to.device: _is_same_type,
+    aten.to.other: _is_same_type,
+    aten._to_copy.default: _is_same_type,
+    aten.type_as.default: _is_same_type,
+    aten.alias.default: _always,
+    aten.lift_fresh_copy.default: _always,
+    aten.lift_fresh.default: _always,
+    aten.dropout.default: _is_off,
+    aten.feature_dropout.default: _is_off,
+    aten.alpha_dropout.default: _is_off,
+}
+"""When a call returns its first argument unchanged, by op."""
