@@ -2,7 +2,7 @@
 
     load("llama-3.1-8b")             a preset: a config.json that ships with autotp
     load("./checkpoints/mine")       a directory with a config.json; weights are not read
-    load("package.module:factory")   whatever module the factory returns
+    load("package.module:factory")   whatever module the factory returns, or (module, inputs)
 
 Models from a configuration are built on the meta device: planning needs shapes, never values.
 """
@@ -10,7 +10,7 @@ Models from a configuration are built on the meta device: planning needs shapes,
 import importlib
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, cast
@@ -20,7 +20,7 @@ from torch import nn
 
 from autotp.errors import PlanError
 
-__all__ = ["load", "preset_names", "presets_root"]
+__all__ = ["load", "load_with_inputs", "preset_names", "presets_root"]
 
 _SPECS: Final = "a directory with config.json, package.module:factory, or a preset"
 
@@ -46,16 +46,23 @@ def load(spec: object, *, device: str = "meta") -> nn.Module:
     - A module is returned as it is, and so is what a factory returns.
     - Raises PlanError when the name is unknown, or a configuration is missing or broken.
     """
-    if isinstance(spec, nn.Module):
-        return spec
-    if isinstance(spec, Path) or (isinstance(spec, str) and Path(spec).is_dir()):
-        return _from_config(_read_config(Path(spec)), f"{spec}", device)
-    if isinstance(spec, str) and ":" in spec:
+    return load_with_inputs(spec, device=device)[0]
+
+
+def load_with_inputs(
+    spec: object, *, device: str = "meta"
+) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """The module that `spec` names, with the example inputs that its factory gave, if any."""
+    if isinstance(spec, str) and ":" in spec and not Path(spec).is_dir():
         return _from_factory(spec)
+    if isinstance(spec, nn.Module):
+        return spec, None
+    if isinstance(spec, Path) or (isinstance(spec, str) and Path(spec).is_dir()):
+        return _from_config(_read_config(Path(spec)), str(spec), device), None
     if isinstance(spec, str):
-        return _from_config(_read_config(_preset(spec)), spec, device)
+        return _from_config(_read_config(_preset(spec)), spec, device), None
     if hasattr(spec, "to_dict"):
-        return _from_config(spec, type(spec).__name__, device)
+        return _from_config(spec, type(spec).__name__, device), None
     raise PlanError(f"model: {type(spec).__name__} names no model. Give a module, {_SPECS}.")
 
 
@@ -64,9 +71,9 @@ def _preset(name: str) -> Path:
     if name in known:
         return presets_root() / name
     close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f"Did you mean {close[0]!r}? " if close else ""
     raise PlanError(
-        f"model {name!r}: no such directory or preset: {hint}Presets are {', '.join(known)}; "
+        f"model {name!r}: no such directory or preset. {hint}Presets are {', '.join(known)}; "
         f"MODEL is {_SPECS}."
     )
 
@@ -128,26 +135,31 @@ def _from_config(config: Any, where: str, device: str) -> nn.Module:  # noqa: AN
     return model.eval()
 
 
-def _from_factory(spec: str) -> nn.Module:
+def _from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    made = _factory(spec)()
+    model, inputs = cast("Any", made) if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model {spec!r}: the factory returned {type(model).__name__}. "
+            "It must return a torch.nn.Module, or a pair of one and its example inputs."
+        )
+    return model, inputs
+
+
+def _factory(spec: str) -> Callable[[], object]:
     module_name, _, name = spec.partition(":")
     if "" not in sys.path:
         # as `python -m` would: a factory usually lies in the working directory
         sys.path.insert(0, "")
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, ValueError) as error:
         raise PlanError(f"model {spec!r}: {error}. MODEL is {_SPECS}.") from error
-    factory = getattr(module, name, None)
+    factory: Callable[[], object] | None = getattr(module, name, None)
     if not callable(factory):
-        what = "has no" if factory is None else "is not callable:"
-        raise PlanError(f"model {spec!r}: {module_name} {what} {name!r}. MODEL is {_SPECS}.")
-    model: object = factory()
-    if not isinstance(model, nn.Module):
-        raise PlanError(
-            f"model {spec!r}: the factory returned {type(model).__name__}. "
-            "It must return a torch.nn.Module."
-        )
-    return model
+        what = f"has no {name!r}" if factory is None else f"has {name!r}, which is not callable"
+        raise PlanError(f"model {spec!r}: {module_name} {what}. MODEL is {_SPECS}.")
+    return factory
 
 
 def _transformers() -> Any:  # noqa: ANN401  an optional module

@@ -70,7 +70,7 @@ def test_a_machine_file_may_lie_anywhere(tmp_path: Path) -> None:
 
 
 def test_an_unknown_name_is_told_the_known_ones_and_the_closest() -> None:
-    with pytest.raises(PlanError, match="'h10' is unknown: did you mean 'h100'.*gloo, h100"):
+    with pytest.raises(PlanError, match="'h10' is unknown. Did you mean 'h100'.*gloo, h100"):
         load_machine("h10", RULES)
 
 

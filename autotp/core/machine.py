@@ -101,9 +101,9 @@ def _path(name: str, root: Path) -> Path:
     if name in known:
         return root / "machines" / f"{name}.toml"
     close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    hint = f"Did you mean {close[0]!r}? " if close else ""
     raise PlanError(
-        f"machine {name!r} is unknown: {hint}Known are {', '.join(known)}; "
+        f"machine {name!r} is unknown. {hint}Known are {', '.join(known)}; "
         f"or give the path of a .toml file."
     )
 

@@ -27,7 +27,6 @@ from autotp.show.units import bytes_text, count_text, share_text, time_text
 __all__ = ["render", "text"]
 
 
-@describe.renderable.register
 def render(plan: Plan) -> RenderableType:
     """What rich prints for `plan`."""
     parts = [
@@ -44,7 +43,6 @@ def render(plan: Plan) -> RenderableType:
     return Group(*(part for part in parts if part is not None))
 
 
-@describe.text.register
 def text(plan: Plan, width: int = 100, color: bool = False) -> str:
     """The printed plan as text whose lines are at most `width` columns."""
     console = Console(
@@ -164,3 +162,7 @@ def _listed(title: str, lines: Sequence[str]) -> RenderableType | None:
     if not lines:
         return None
     return Group(Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines))
+
+
+describe.renderable.register(Plan, render)
+describe.text.register(Plan, text)

@@ -1,0 +1,100 @@
+"""What the command line understands; it only parses, `cli` acts."""
+
+import argparse
+from collections.abc import Callable, Sequence
+
+from autotp.models import preset_names
+
+__all__ = ["parsed"]
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options that `arguments` (default: the process's own) spell; exits with 2 if they don't.
+
+    Constraints: `command` is the command's name; every command has `json` and `debug`.
+    """
+    return _parser().parse_args(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="autotp", description="Tensor-parallel, and proven so.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    plan = commands.add_parser("plan", help="print how a model would be split")
+    _add_model(plan, tp=_count, batch=1, sequence=None)
+
+    dry_run = commands.add_parser("dry-run", help="write plan, graph and problem to files")
+    _add_model(dry_run, tp=_count, batch=1, sequence=None)
+    dry_run.add_argument("-o", "--output", required=True, metavar="DIR", help="where to write")
+    dry_run.add_argument("--rank", type=_index, default=0, help="whose graph to write (default 0)")
+
+    verify = commands.add_parser("verify", help="compare all ranks with the whole model")
+    _add_model(verify, tp=_counts, batch=2, sequence=16)
+    verify.add_argument("--seed", type=int, default=0, help="of random weights and inputs")
+
+    rules = commands.add_parser("rules", help="list what is known of each op")
+    for command in (plan, dry_run, verify, rules):
+        command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
+        command.add_argument("--debug", action="store_true", help="show where an error arose")
+    return parser
+
+
+def _add_model(
+    parser: argparse.ArgumentParser,
+    *,
+    tp: Callable[[str], object],
+    batch: int,
+    sequence: int | None,
+) -> None:
+    """Adds what every command about a model takes; `batch` and `sequence` are defaults."""
+    models = f"directory with config.json, package.module:factory, or {', '.join(preset_names())}"
+    ranks = "number of ranks" if tp is _count else "numbers of ranks, e.g. 2,3,4"
+    length = "the model's own, at most 4096" if sequence is None else str(sequence)
+    parser.add_argument("model", metavar="MODEL", help=models)
+    parser.add_argument("--tp", type=tp, required=True, metavar="N", help=ranks)
+    parser.add_argument("--training", action="store_true", help="with the backward pass")
+    parser.add_argument("--machine", default="h100", help="name or .toml file (default h100)")
+    parser.add_argument(
+        "--batch", type=_count, default=batch, metavar="N", help=f"batch size (default {batch})"
+    )
+    parser.add_argument(
+        "--sequence", type=_count, default=sequence, metavar="N", help=f"length (default {length})"
+    )
+    parser.add_argument(
+        "--override",
+        type=_override,
+        action="append",
+        default=[],
+        metavar="GLOB=LAYOUT",
+        help="fix the layout of parameters: column, row, vocabulary, expert, replicated",
+    )
+    parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
+
+
+def _count(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _index(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from error
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is too small, the least is {least}")
+    return number
+
+
+def _override(text: str) -> tuple[str, str]:
+    glob, _, layout = text.rpartition("=")
+    if not (glob and layout):
+        raise argparse.ArgumentTypeError(f"{text!r} is not GLOB=LAYOUT, e.g. '*.down_proj=row'")
+    return glob, layout

@@ -1,0 +1,168 @@
+"""The command line: `autotp plan`, `dry-run`, `verify` and `rules`.
+
+    autotp plan ./my-model --tp 8
+    autotp verify ./my-model --tp 2,4 --training
+
+Exit codes: 0 right, 1 wrong or impossible, 2 misused.
+"""
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from torch import nn
+
+from autotp import rulebook
+from autotp.arguments import parsed
+from autotp.core.evidence import Evidence
+from autotp.core.plan import Plan
+from autotp.core.record import encode
+from autotp.errors import AutotpError, PlanError
+from autotp.models import load_with_inputs
+from autotp.passes.capture_inputs import example_inputs
+from autotp.random_weights import materialize
+from autotp.show.evidence import render_evidence
+from autotp.show.output import printed
+from autotp.show.report import render, text
+from autotp.show.rules import render_rules
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code of the command that `arguments` (default: the process's own) spell."""
+    options = parsed(arguments)
+    try:
+        return _COMMANDS[options.command](options)
+    except AutotpError as error:
+        return _failed(str(error), options)
+    except BrokenPipeError:
+        # whoever read us has seen enough; what is left in the buffer must not raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001  a bug of ours is still one message
+        kind = type(error).__name__
+        return _failed(f"unexpected {kind}: {error} (--debug shows where)", options)
+
+
+def _failed(message: str, options: Namespace) -> int:
+    if options.debug:
+        traceback.print_exc()
+    print(f"autotp: error: {message}", file=sys.stderr)
+    return 1
+
+
+def _plan(options: Namespace) -> int:
+    model, given = _model(options)
+    asked = _asked(model, given, options)
+    with _progress(f"planning {options.model} over {options.tp} ranks"):
+        plan: Plan = _pipeline().plan(model, tp=options.tp, **asked)
+    if options.json != "-":
+        printed(render(plan))
+    _write_json(options.json, plan.to_json())
+    return 0
+
+
+def _dry_run(options: Namespace) -> int:
+    model, given = _model(options)
+    asked = _asked(model, given, options)
+    with _progress(f"rewriting {options.model} for rank {options.rank} of {options.tp}"):
+        files: Mapping[str, str | bytes] = _pipeline().dry_run(
+            model, tp=options.tp, rank=options.rank, **asked
+        )
+    plan = Plan.from_json(str(files["plan.json"]))
+    written = _write_files({**files, "plan.txt": text(plan)}, Path(options.output))
+    if options.json != "-":
+        printed(written)
+    _write_json(options.json, plan.to_json())
+    return 0
+
+
+def _verify(options: Namespace) -> int:
+    model, given = _model(options)
+    # the whole model and all ranks' shards; in training the gradients of both
+    model = materialize(model, options.seed, copies=4 if options.training else 2)
+    asked = _asked(model, given, options)
+    found: list[Evidence] = []
+    for tp in options.tp:
+        with _progress(f"verifying {options.model} over {tp} ranks"):
+            found.append(_pipeline().verify(model, tp=tp, seed=options.seed, **asked))
+        if options.json != "-":
+            printed(render_evidence(found[-1]))
+    _write_json(options.json, json.dumps(encode(found), indent=1) + "\n")
+    return 0 if all(evidence.ok for evidence in found) else 1
+
+
+def _rules(options: Namespace) -> int:
+    rows = rulebook.load().rows
+    if options.json != "-":
+        printed(render_rules(rows.values()))
+    listed = {op: {**encode(row), "signature": str(row.signature)} for op, row in rows.items()}
+    # a row's sets of operands become sorted lists
+    _write_json(options.json, json.dumps(listed, indent=1, default=sorted) + "\n")
+    return 0
+
+
+def _pipeline() -> Any:  # noqa: ANN401  a module
+    return importlib.import_module("autotp.pipeline")
+
+
+def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """The model asked for, and the example inputs that its factory gave, if any."""
+    with _progress(f"building {options.model}"):
+        return load_with_inputs(options.model)
+
+
+def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace) -> dict[str, Any]:
+    """The keyword arguments that the pipeline's functions have in common."""
+    sizes = {"batch": options.batch, "sequence": options.sequence}
+    return {
+        "example_inputs": given or example_inputs(model, options.training, **sizes),
+        "training": options.training,
+        "machine": options.machine,
+        "overrides": dict(options.override),
+        "strict": options.strict,
+    }
+
+
+@contextmanager
+def _progress(what: str) -> Generator[None]:
+    """A spinner on a terminal's stderr while the block runs; nothing in a pipe."""
+    with Console(stderr=True).status(what):
+        yield
+
+
+def _write_files(files: Mapping[str, str | bytes], directory: Path) -> str:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            data = content if isinstance(content, bytes) else content.encode()
+            (directory / name).write_bytes(data)
+    except OSError as error:
+        raise PlanError(f"{directory}: cannot be written: {error}. Choose another -o.") from error
+    return f"wrote {', '.join(sorted(files))} to {directory}"
+
+
+def _write_json(target: str | None, content: str) -> None:
+    if target == "-":
+        sys.stdout.write(content)
+    elif target:
+        try:
+            Path(target).write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise PlanError(f"{target}: cannot be written: {error}. Choose another.") from error
+
+
+_COMMANDS = {"plan": _plan, "dry-run": _dry_run, "verify": _verify, "rules": _rules}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
