@@ -7,12 +7,12 @@ a table shared by all layers does not tie their axes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+from autotp.analysis import Analysis, Operand, Use, Value, results_of, source_of
 from autotp.core.axis import Dim, Forest
 from autotp.core.rule import Factor, NodeRule, Row
 from autotp.core.size import Size
@@ -21,57 +21,7 @@ from autotp.passes.derive import Call, apply
 from autotp.program import Program
 from autotp.rulebook import Rulebook
 
-__all__ = ["Analysis", "Operand", "Use", "Value", "analyse", "source_of"]
-
-Value = tuple[fx.Node, int]
-"""A tensor: the node that makes it and which of its results it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor operand of a node.
-
-    - `value`: what is read; `dims`: its dims at this use.
-    - `argument`, `item`: where it stands (schema position; index in a list, or -1).
-    """
-
-    value: Value
-    dims: tuple[Dim, ...]
-    argument: int | str
-    item: int
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One node as analysed: its operands and rule. `row` is None when the op has no rule."""
-
-    node: fx.Node
-    operands: tuple[Operand, ...]
-    rule: NodeRule
-    row: Row | None
-
-
-@dataclass(slots=True)
-class Analysis:
-    """All that is known of a program before anything is chosen.
-
-    - `uses`: every parameter-dependent op, in program order.
-    - `dims`, `metas`: of every parameter-dependent value.
-    - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
-    - `differentiable`: values through which a gradient can flow.
-    - `unruled`: nodes without a rule.
-    """
-
-    program: Program
-    forest: Forest
-    uses: dict[fx.Node, Use] = field(default_factory=dict[fx.Node, Use])
-    dims: dict[Value, tuple[Dim, ...]] = field(default_factory=dict[Value, tuple[Dim, ...]])
-    metas: dict[Value, torch.Tensor] = field(default_factory=dict[Value, torch.Tensor])
-    parameters: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
-    weights: set[Value] = field(default_factory=set[Value])
-    differentiable: set[Value] = field(default_factory=set[Value])
-    unruled: list[fx.Node] = field(default_factory=list[fx.Node])
-
+__all__ = ["analyse"]
 
 def analyse(
     program: Program, parameters: Sequence[str], rulebook: Rulebook, *, strict: bool = False
@@ -86,15 +36,6 @@ def analyse(
     if strict and reader.analysis.unruled:
         raise UnknownOpError(_unknown(reader.analysis.unruled))
     return reader.analysis
-
-
-def source_of(node: fx.Node) -> Value:
-    """The value that `node` stands for: itself, or a result of the node it takes an item of."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-        origin = node.args[0]
-        if isinstance(origin, fx.Node) and isinstance(node.args[1], int):
-            return origin, node.args[1]
-    return node, 0
 
 
 class _Reader:
@@ -246,17 +187,6 @@ def _monomial(expression: Any) -> Size:
         else:
             symbols.append(str(factor))
     return Size(coefficient, tuple(sorted(symbols)))
-
-
-def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
-    """The tensors that a node makes, by result number."""
-    val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):
-        return {0: val}
-    if isinstance(val, tuple | list):
-        items = cast("Sequence[object]", val)
-        return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
-    return {}
 
 
 def _tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:

@@ -8,48 +8,19 @@ output, or a loss over classes, and a table looked up by an integer input, is a 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import networkx as nx
 import torch
 from torch import fx
 
+from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
 from autotp.core.axis import Atom
 from autotp.core.rule import Factor
-from autotp.passes.analyse import Analysis, Use, Value, source_of
 from autotp.rulebook import Role, Rulebook
 
-__all__ = ["AxisPair", "Matching", "match"]
-
-Point = tuple[Value, Atom]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AxisPair:
-    """Openers and closers that share a family of axes, and what lies between them.
-
-    - `axes`: the factors of one head dim (kv heads and their group) are one family, major first.
-    - `vocabulary`: the axis of a looked-up table, or one that reaches an output or a loss.
-    """
-
-    axes: tuple[Atom, ...]
-    openers: tuple[str, ...]
-    closers: tuple[str, ...]
-    role: Role
-    vocabulary: bool
-    interior: frozenset[str]
-
-
-@dataclass(slots=True)
-class Matching:
-    """All pairs; `home` maps a parameter to the axes one of which it should be split along."""
-
-    pairs: list[AxisPair] = field(default_factory=list[AxisPair])
-    home: dict[str, tuple[Atom, ...]] = field(default_factory=dict[str, tuple[Atom, ...]])
-    pair_of: dict[str, AxisPair] = field(default_factory=dict[str, AxisPair])
-    graph: "nx.DiGraph[Point]" = field(default_factory=lambda: nx.DiGraph())
-
+__all__ = ["match"]
 
 @dataclass(slots=True)
 class _Reach:
@@ -117,6 +88,7 @@ class _Finder:
             self.vocabulary[atom] += [n for n in names if n not in self.vocabulary[atom]]
         if not reach.closers:
             return
+        reach.interior.add(str(use.node.target))
         _extend(self.openers[atom], names)
         _extend(self.closers[atom], sorted(reach.closers))
         self.interior[atom] |= reach.interior
@@ -155,7 +127,6 @@ class _Finder:
     def _moved(self, node: fx.Node, seen: set[fx.Node]) -> bool:
         if node.op == "placeholder":
             return True
-        row = self.rulebook.rows.get(str(node.target))
         node = source_of(node)[0]
         row = self.rulebook.rows.get(str(node.target))
         if node in seen or row is None or not row.moves:
@@ -275,19 +246,12 @@ class _Finder:
         openers = tuple(dict.fromkeys(n for a in axes for n in self.openers[a]))
         closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
         inside = frozenset(op for a in axes for op in self.interior[a])
-        return AxisPair(axes, self._in_order(openers), self._in_order(closers), self._role(inside, openers), False, inside)
+        role = next(r for r in self.rulebook.roles if not r.inside or r.inside & inside)
+        return AxisPair(axes, self._in_order(openers), self._in_order(closers), role, False, inside)
 
     def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)
         return tuple(n for n in self.analysis.parameters if n in wanted)
-
-    def _role(self, inside: frozenset[str], openers: Iterable[str]) -> Role:
-        ops = inside | {
-            str(use.node.target)
-            for n in openers
-            for use, _ in self.consumers[(self.analysis.parameters[n], 0)]
-        }
-        return next(r for r in self.rulebook.roles if not r.inside or r.inside & ops)
 
     def _settle(self, out: Matching) -> None:
         """Give each parameter the pair that most parameter bytes share; drop pairs without any."""
@@ -310,18 +274,6 @@ class _Finder:
     def _bytes(self, name: str) -> int:
         meta = self.analysis.metas[(self.analysis.parameters[name], 0)]
         return meta.numel() * meta.element_size()
-
-
-def names_of(matching: Matching, roots: Mapping[AxisPair, str]) -> dict[Atom, str]:
-    """A printable name for every axis of a pair: `model.layers.0.self_attn.heads`."""
-    names: dict[Atom, str] = {}
-    for pair in matching.pairs:
-        base = pair.role.axis
-        parts = [base] if len(pair.axes) == 1 else [f"kv_{base}", "group"]
-        parts += [f"factor{k}" for k in range(2, len(pair.axes))]
-        for axis, part in zip(pair.axes, parts, strict=False):
-            names[axis] = f"{roots[pair]}.{part}" if roots[pair] else part
-    return names
 
 
 def _is_lookup(use: Use, k: int) -> bool:

@@ -7,7 +7,7 @@ Variables
     key and value share one gather and one gradient all-reduce.
 Costs (core.problem.LEVELS, integers compared lexicographically)
     `_parameter_costs`  bytes not split on their home axis; bytes a rank; the gradient bucket
-    `_Prices.between`   time, number of collectives and of conversions of an edge
+    `Prices.between`   time, number of collectives and of conversions of an edge
     `_unary`            the index of a choice in its domain's fixed order
 Constraints
     a parameter, or a value computed from parameters alone, is never gathered nor reduced.
@@ -22,25 +22,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autotp.analysis import Analysis, Decision, Matching, Use, Value, source_of
 from autotp.core.cost import time_ps
 from autotp.core.machine import Machine
-from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
+from autotp.core.placement import REPLICATED, SHARED, Placement
+from autotp.core.price import Cost, Delivered, Prices
 from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
-from autotp.passes.analyse import Analysis, Use, Value, source_of
-from autotp.passes.match import Matching
 
-__all__ = ["Decision", "Options", "Posed", "decide", "pose"]
+__all__ = ["Options", "Posed", "decide", "pose"]
 
-Delivered = tuple[Placement, ...]
-Cost = tuple[int, int, int, int]
-"""(forbidden, time_ps, collectives, conversions) of one conversion or tree of them."""
-
-FREE: Cost = (0, 0, 0, 0)
-NEVER: Cost = (1, 0, 0, 0)
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
-_COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +60,7 @@ class Posed:
     parameters: dict[str, tuple[int, tuple[Placement, ...]]]
     uses: dict[Any, tuple[int, tuple[Strategy, ...]]]
     delivered: dict[Value, tuple[int, tuple[Delivered, ...]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """One choice for everything: layouts, strategies, delivered sets."""
-
-    parameters: Mapping[str, Placement]
-    strategies: Mapping[Any, Strategy]
-    delivered: Mapping[Value, Delivered]
+    prices: dict[Value, Prices]
 
 
 def pose(analysis: Analysis, matching: Matching, options: Options) -> Posed:
@@ -89,85 +74,8 @@ def decide(posed: Posed, solution: Solution) -> Decision:
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.parameters.items()},
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.uses.items()},
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.delivered.items()},
+        posed.prices,
     )
-
-
-def convert(
-    source: Placement, target: Placement, *, weight: bool, keep: bool, training: bool
-) -> tuple[str, str] | None:
-    """The (forward, backward) primitives of a conversion, or None if it is forbidden.
-
-    - `weight`: the value is a parameter or computed from parameters alone.
-    - `keep`: the reader is a bias slot, where R may become P.
-    """
-    if source == target:
-        return "identity", "identity"
-    if source.kind == target.kind == "S" and source.dim == target.dim:
-        return None  # two axes of one dim: gathered first
-    conversion = CONVERSIONS.get((source.kind, target.kind))
-    if conversion is None or (target.kind == "P" and not keep):
-        return None
-    if weight and not _weight_may(source, target, training):
-        return None
-    return conversion.forward, conversion.backward
-
-
-def _weight_may(source: Placement, target: Placement, training: bool) -> bool:
-    """Whether a weight may change so: no collective forward or backward, outside the bucket."""
-    pairs = {("R", "P"), ("R~", "R"), ("R~", "S")}
-    return (source.kind, target.kind) in (pairs if training else pairs | {("R", "S")})
-
-
-class _Prices:
-    """Costs of conversions of one value."""
-
-    def __init__(self, options: Options, meta: torch.Tensor, *, flows: bool, weight: bool) -> None:
-        self.options, self.flows, self.weight = options, flows and options.training, weight
-        self.size = options.priced(meta)
-        self.cache: dict[tuple[Placement, Placement, bool], Cost] = {}
-
-    def between(self, source: Placement, target: Placement, keep: bool) -> Cost:
-        """The cost of one conversion."""
-        key = (source, target, keep)
-        found = self.cache.get(key)
-        if found is None:
-            found = self.cache[key] = self._price(source, target, keep)
-        return found
-
-    def _price(self, source: Placement, target: Placement, keep: bool) -> Cost:
-        if source == target:
-            return FREE
-        training = self.options.training
-        steps = convert(source, target, weight=self.weight, keep=keep, training=training)
-        if steps is None:
-            return NEVER
-        run = [s for s in (steps[:1] if not self.flows else steps) if s in _COLLECTIVES]
-        return 0, sum(self._time(s) for s in run), len(run), 1
-
-    def _time(self, kind: str) -> int:
-        tp = self.options.tp
-        payload = self.size // tp if kind == "all_to_all" else self.size
-        return time_ps(kind, payload, tp, self.options.machine)
-
-    def tree(self, source: Placement, targets: Delivered) -> Cost:
-        """The cheapest way to have every one of `targets`: each from the source, or from the other."""
-        if len(targets) == 1:
-            return self.between(source, targets[0], keep=False)
-        return min(cost for cost, _ in self.trees(source, targets))
-
-    def trees(self, source: Placement, targets: Delivered) -> list[tuple[Cost, tuple[int, int]]]:
-        """Each tree's cost, with the parent of either target (-1: the source)."""
-        one, two = targets
-        straight = self.between(source, one, False), self.between(source, two, False)
-        return [
-            (_plus(straight[0], straight[1]), (-1, -1)),
-            (_plus(straight[0], self.between(one, two, False)), (-1, 0)),
-            (_plus(straight[1], self.between(two, one, False)), (1, -1)),
-        ]
-
-    def nearest(self, sources: Delivered, target: Placement, keep: bool) -> Cost:
-        """The cheapest conversion from any of `sources`."""
-        return min(self.between(s, target, keep) for s in sources)
 
 
 class _Poser:
@@ -179,7 +87,7 @@ class _Poser:
         self.edges: list[Edge] = []
         self.unary: dict[object, NDArray[np.int64]] = {}
         self.tables: dict[object, NDArray[np.int64]] = {}
-        self.prices: dict[Value, _Prices] = {}
+        self.prices: dict[Value, Prices] = {}
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
         self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
@@ -200,7 +108,7 @@ class _Poser:
             self._read(use)
         self._outputs()
         problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
-        return Posed(problem, self.parameters, self.uses, self.delivered)
+        return Posed(problem, self.parameters, self.uses, self.delivered, self.prices)
 
     def _find_readers(self) -> None:
         for use in self.analysis.uses.values():
@@ -336,14 +244,16 @@ class _Poser:
 
     # ── edges ────────────────────────────────────────────────────────────────────────────────
 
-    def _price(self, value: Value) -> _Prices:
+    def _price(self, value: Value) -> Prices:
         found = self.prices.get(value)
         if found is None:
-            found = self.prices[value] = _Prices(
-                self.options,
-                self.analysis.metas[value],
-                flows=value in self.analysis.differentiable,
-                weight=value in self.analysis.weights,
+            found = self.prices[value] = Prices(
+                self.options.priced(self.analysis.metas[value]),
+                value in self.analysis.differentiable,
+                value in self.analysis.weights,
+                self.options.training,
+                self.options.tp,
+                self.options.machine,
             )
         return found
 
@@ -360,12 +270,12 @@ class _Poser:
         if value in self.delivered:
             source, sets = self.delivered[value]
             self._edge(
-                source, reader, sets, wanted, prices, lambda s, t: prices.nearest(s, t, keep), f"near{keep}"
+                source, reader, sets, wanted, prices, lambda s, t: prices.nearest(s, t, keep=keep)[0], f"near{keep}"
             )
         else:
             source, made = self.makers[value]
             self._edge(
-                source, reader, made, wanted, prices, lambda s, t: prices.between(s, t, keep), f"one{keep}"
+                source, reader, made, wanted, prices, lambda s, t: prices.between(s, t, keep=keep), f"one{keep}"
             )
 
     def _edge(
@@ -374,7 +284,7 @@ class _Poser:
         second: int,
         rows: Sequence[Any],
         columns: Sequence[Any],
-        prices: _Prices,
+        prices: Prices,
         cost: Callable[[Any, Any], Cost],
         kind: str,
     ) -> None:
@@ -390,10 +300,6 @@ class _Poser:
             name = f"{value[0].name} output"
             sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
             self._reader(value, sink, [REPLICATED], keep=False)
-
-
-def _plus(one: Cost, two: Cost) -> Cost:
-    return one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3]
 
 
 def _table(

@@ -1,0 +1,129 @@
+"""What the stages hand to one another about a program: its analysis, its pairs, the decision.
+
+The verbs that make them are in `passes/`, one a file; stages know each other only by these nouns.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+import torch
+from torch import fx
+
+from autotp.core.axis import Atom, Dim, Forest
+from autotp.core.placement import Placement
+from autotp.core.price import Delivered, Prices
+from autotp.core.rule import NodeRule, Row
+from autotp.core.strategy import Strategy
+from autotp.program import Program
+from autotp.rulebook import Role
+
+__all__ = [
+    "Analysis", "AxisPair", "Decision", "Matching", "Operand", "Use", "Value", "results_of", "source_of",
+]
+
+Value: TypeAlias = tuple[fx.Node, int]
+"""A tensor: the node that makes it and which of its results it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor operand of a node.
+
+    - `value`: what is read; `dims`: its dims at this use.
+    - `argument`, `item`: where it stands (schema position; index in a list, or -1).
+    """
+
+    value: Value
+    dims: tuple[Dim, ...]
+    argument: int | str
+    item: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """One node as analysed: its operands and rule. `row` is None when the op has no rule."""
+
+    node: fx.Node
+    operands: tuple[Operand, ...]
+    rule: NodeRule
+    row: Row | None
+
+
+@dataclass(slots=True)
+class Analysis:
+    """All that is known of a program before anything is chosen.
+
+    - `uses`: every parameter-dependent op, in program order.
+    - `dims`, `metas`: of every parameter-dependent value.
+    - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
+    - `differentiable`: values through which a gradient can flow.
+    - `unruled`: nodes without a rule.
+    """
+
+    program: Program
+    forest: Forest
+    uses: dict[fx.Node, Use] = field(default_factory=dict[fx.Node, Use])
+    dims: dict[Value, tuple[Dim, ...]] = field(default_factory=dict[Value, tuple[Dim, ...]])
+    metas: dict[Value, torch.Tensor] = field(default_factory=dict[Value, torch.Tensor])
+    parameters: dict[str, fx.Node] = field(default_factory=dict[str, fx.Node])
+    weights: set[Value] = field(default_factory=set[Value])
+    differentiable: set[Value] = field(default_factory=set[Value])
+    unruled: list[fx.Node] = field(default_factory=list[fx.Node])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AxisPair:
+    """Openers and closers that share a family of axes, and what lies between them.
+
+    - `axes`: the factors of one head dim (kv heads and their group) are one family, major first.
+    - `vocabulary`: the axis of a looked-up table, or one that reaches an output or a loss.
+    """
+
+    axes: tuple[Atom, ...]
+    openers: tuple[str, ...]
+    closers: tuple[str, ...]
+    role: Role
+    vocabulary: bool
+    interior: frozenset[str]
+
+
+@dataclass(slots=True)
+class Matching:
+    """All pairs; `home` maps a parameter to the axes one of which it should be split along."""
+
+    pairs: list[AxisPair] = field(default_factory=list[AxisPair])
+    home: dict[str, tuple[Atom, ...]] = field(default_factory=dict[str, tuple[Atom, ...]])
+    pair_of: dict[str, AxisPair] = field(default_factory=dict[str, AxisPair])
+
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One choice for everything: layouts, strategies, delivered sets; and what conversions cost."""
+
+    parameters: Mapping[str, Placement]
+    strategies: Mapping[fx.Node, Strategy]
+    delivered: Mapping[Value, Delivered]
+    prices: Mapping[Value, Prices]
+
+
+
+def source_of(node: fx.Node) -> Value:
+    """The value that `node` stands for: itself, or a result of the node it takes an item of."""
+    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
+        origin = node.args[0]
+        if isinstance(origin, fx.Node) and isinstance(node.args[1], int):
+            return origin, node.args[1]
+    return node, 0
+
+
+def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
+    """The tensors that a node makes, by result number."""
+    val = node.meta.get("val")
+    if isinstance(val, torch.Tensor):
+        return {0: val}
+    if isinstance(val, tuple | list):
+        items = cast("Sequence[object]", val)
+        return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
+    return {}

@@ -1,0 +1,115 @@
+"""What it costs to change one value's placement, and which way of several is the cheapest.
+
+A cost is (forbidden, time in picoseconds, collectives, conversions), compared as a tuple. The solver
+prices edges with it and the rewriter asks it again which conversions were meant, so both must agree.
+"""
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from autotp.core.cost import time_ps
+from autotp.core.machine import Machine
+from autotp.core.placement import CONVERSIONS, Placement
+
+__all__ = ["COLLECTIVES", "Cost", "Delivered", "Prices", "primitives"]
+
+Cost: TypeAlias = tuple[int, int, int, int]
+Delivered: TypeAlias = tuple[Placement, ...]
+"""One or two placements that a value with several readers is brought to."""
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+_FREE: Cost = (0, 0, 0, 0)
+_NEVER: Cost = (1, 0, 0, 0)
+
+
+def primitives(
+    source: Placement, target: Placement, *, weight: bool, keep: bool, training: bool
+) -> tuple[str, str] | None:
+    """The (forward, backward) primitives of a conversion, or None if it is forbidden.
+
+    - `weight`: the value is a parameter or computed from parameters alone.
+    - `keep`: the reader is a bias slot, where R may become P.
+    """
+    if source == target:
+        return "identity", "identity"
+    if source.kind == target.kind == "S" and source.dim == target.dim:
+        return None  # two axes of one dim: gathered first
+    conversion = CONVERSIONS.get((source.kind, target.kind))
+    if conversion is None or (target.kind == "P" and not keep):
+        return None
+    if weight and not _weight_may(source, target, training=training):
+        return None
+    return conversion.forward, conversion.backward
+
+
+def _weight_may(source: Placement, target: Placement, *, training: bool) -> bool:
+    """Whether a weight may change so: no collective forward or backward, outside the bucket."""
+    pairs = {("R", "P"), ("R~", "R"), ("R~", "S")}
+    return (source.kind, target.kind) in (pairs if training else pairs | {("R", "S")})
+
+
+@dataclass(slots=True)
+class Prices:
+    """Costs of conversions of one value of `size` bytes.
+
+    - `flows`: a gradient flows through it; `weight`: it is computed from parameters alone.
+    """
+
+    size: int
+    flows: bool
+    weight: bool
+    training: bool
+    tp: int
+    machine: Machine
+    cache: dict[tuple[Placement, Placement, bool], Cost] = field(
+        default_factory=dict[tuple[Placement, Placement, bool], Cost]
+    )
+
+    def between(self, source: Placement, target: Placement, *, keep: bool = False) -> Cost:
+        """The cost of one conversion."""
+        key = (source, target, keep)
+        found = self.cache.get(key)
+        if found is None:
+            found = self.cache[key] = self._price(source, target, keep)
+        return found
+
+    def _price(self, source: Placement, target: Placement, keep: bool) -> Cost:
+        if source == target:
+            return _FREE
+        steps = primitives(source, target, weight=self.weight, keep=keep, training=self.training)
+        if steps is None:
+            return _NEVER
+        run = [s for s in (steps if self.flows and self.training else steps[:1]) if s in COLLECTIVES]
+        return 0, sum(self._time(s) for s in run), len(run), 1
+
+    def _time(self, kind: str) -> int:
+        payload = self.size // self.tp if kind == "all_to_all" else self.size
+        return time_ps(kind, payload, self.tp, self.machine)
+
+    def tree(self, source: Placement, targets: Delivered) -> Cost:
+        """The cost of the cheapest way to have every one of `targets`."""
+        return self.cheapest(source, targets)[0]
+
+    def cheapest(self, source: Placement, targets: Delivered) -> tuple[Cost, tuple[int, ...]]:
+        """The cheapest tree: its cost, and for each target its parent among them (-1: the source)."""
+        if len(targets) == 1:
+            return self.between(source, targets[0]), (-1,)
+        one, two = targets
+        first, second = self.between(source, one), self.between(source, two)
+        return min(
+            (_plus(first, second), (-1, -1)),
+            (_plus(first, self.between(one, two)), (-1, 0)),
+            (_plus(second, self.between(two, one)), (1, -1)),
+        )
+
+    def nearest(
+        self, sources: Delivered, target: Placement, *, keep: bool = False
+    ) -> tuple[Cost, Placement]:
+        """The cheapest conversion to `target` from any of `sources`, and from which."""
+        costs = [(self.between(s, target, keep=keep), k) for k, s in enumerate(sources)]
+        cost, best = min(costs)
+        return cost, sources[best]
+
+
+def _plus(one: Cost, two: Cost) -> Cost:
+    return one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3]

@@ -1,0 +1,173 @@
+"""The local forms of the few ops that need one: everything else runs on shards as it stands.
+
+`FORMS` is a closed list; a rule names one. Each takes a `Site` (one node under one split strategy)
+and writes the node, with local sizes, into the new graph.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autotp.analysis import Use
+from autotp.core.axis import Atom, Dim, Forest
+from autotp.core.strategy import Strategy
+
+__all__ = ["FORMS", "Site", "local_length", "local_size"]
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Site:
+    """One node being written: its new arguments (already converted operands) and the new graph."""
+
+    graph: fx.Graph
+    use: Use
+    strategy: Strategy
+    axis: Atom
+    forest: Forest
+    tp: int
+    group: str
+    training: bool
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node of the graph."""
+        return self.graph.call_function(target, args, kwargs)
+
+    def plain(self) -> fx.Node:
+        """The node as it stands, on the converted operands."""
+        return self.graph.create_node(
+            "call_function", self.use.node.target, tuple(self.args), self.kwargs, name=self.use.node.name
+        )
+
+    def argument(self, *names: str) -> tuple[int | str, Any]:
+        """Place and value of the first argument that has one of `names`; (-1, None) if none has."""
+        schema = cast(Any, self.use.node.target)._schema
+        for at, argument in enumerate(schema.arguments):
+            if argument.name in names:
+                if at < len(self.args):
+                    return at, self.args[at]
+                return argument.name, self.kwargs.get(argument.name, argument.default_value)
+        return -1, None
+
+    def replace(self, place: int | str, value: Any) -> None:
+        """Set the argument at `place`."""
+        if isinstance(place, int):
+            self.args[place] = value
+        else:
+            self.kwargs[place] = value
+
+
+Form = Callable[[Site], fx.Node]
+
+
+def local_size(size: Any, dim: Dim, site: Site) -> Any:
+    """A size argument as this rank has it: an integer, -1 as it is, or a node divided by the group."""
+    if size == -1:
+        return size
+    if isinstance(size, fx.Node):
+        return site.call(operator.floordiv, size, site.tp)
+    return local_length(dim, site)
+
+
+def local_length(dim: Dim, site: Site) -> int:
+    """The elements of a static `dim` that one rank holds when the site's axis is cut."""
+    cut = site.forest.split(dim, site.axis) if site.forest.contains(dim, site.axis) else None
+    return cut.length(site.tp) if cut else (site.forest.size(dim).static or 0)
+
+
+def sizes(site: Site) -> fx.Node:
+    """Views and expansions: the size of the split dim of the result is the local one."""
+    place, listed = site.argument("size", "shape", "sizes")
+    if listed is None:
+        return site.plain()
+    _, first = site.argument("dim")
+    offset = first if isinstance(first, int) else 0  # unflatten lists the sizes of one dim only
+    placed = site.strategy.results[0].dim
+    local = list(cast("Sequence[Any]", listed))
+    if offset <= placed < offset + len(local):
+        dim = site.use.rule.results[0][placed]
+        local[placed - offset] = local_size(local[placed - offset], dim, site)
+    site.replace(place, local)
+    return site.plain()
+
+
+def cut(site: Site) -> fx.Node:
+    """A slice of the split dim: bounds are where the piece lies in this rank's share."""
+    place, at = site.argument("dim")
+    rank = len(site.use.operands[0].dims)
+    if site.strategy.operands[0].dim != (at or 0) % rank:
+        return site.plain()
+    start = sum(local_length(d, site) for d in site.use.rule.extra["before"])
+    stop = start + local_length(site.use.rule.extra["piece"][0], site)
+    del place
+    return site.graph.create_node(
+        "call_function", site.use.node.target, (site.args[0], at or 0, start, stop), name=site.use.node.name
+    )
+
+
+def sections(site: Site) -> fx.Node:
+    """A dim cut into several results: each has the local length of its piece."""
+    _, at = site.argument("dim")
+    rank = len(site.use.operands[0].dims)
+    if site.strategy.operands[0].dim != (at or 0) % rank:
+        return site.plain()
+    lengths = [local_length(d, site) for d in site.use.rule.extra["pieces"]]
+    if site.argument("chunks")[1] is not None and len(set(lengths)) == 1:
+        return site.plain()
+    return site.graph.create_node(
+        "call_function",
+        aten.split_with_sizes.default,
+        (site.args[0], lengths, at or 0),
+        name=site.use.node.name,
+    )
+
+
+def lookup(site: Site) -> fx.Node:
+    """A table cut along its rows: ids of other ranks read row 0 and contribute zero."""
+    if site.strategy.results[0].kind != "P":
+        return site.plain()
+    rows = local_length(site.use.rule.factors[0].dim, site)
+    table, ids = site.args[0], site.args[1]
+    found = site.call(torch.ops.autotp.local_index.default, ids, rows, site.group)
+    local = site.call(operator.getitem, found, 0)
+    outside = site.call(operator.getitem, found, 1)
+    value = site.graph.create_node(
+        "call_function", site.use.node.target, (table, local), name=site.use.node.name
+    )
+    mask = site.call(aten.unsqueeze.default, outside, -1)
+    value = site.call(aten.masked_fill.Scalar, value, mask, 0.0)
+    padding = site.argument("padding_idx")[1]
+    if site.training and isinstance(padding, int) and padding >= 0:
+        value = _without_gradient(site, value, ids, padding)
+    return value
+
+
+def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) -> fx.Node:
+    """The padding row gives its value but takes no gradient, whichever rank holds it."""
+    chosen = site.call(aten.eq.Scalar, ids, padding)
+    mask = site.call(aten.unsqueeze.default, chosen, -1)
+    still = site.call(aten.detach.default, value)
+    return site.call(aten.where.self, mask, still, value)
+
+
+def rescale(site: Site) -> fx.Node:
+    """A mean over a split dim: the local mean is over fewer elements, so its share is 1/tp."""
+    value = site.plain()
+    return site.call(aten.div.Tensor, value, site.tp) if site.strategy.results[0].kind == "P" else value
+
+
+FORMS: Mapping[str, Form] = {
+    "": Site.plain,
+    "lookup": lookup,
+    "rescale": rescale,
+    "sections": sections,
+    "sizes": sizes,
+    "slice": cut,
+}

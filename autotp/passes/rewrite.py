@@ -1,0 +1,385 @@
+"""Rewrite: the program on one rank's shards, with a collective wherever a placement changes.
+
+Nodes keep their order and names. Each operand is brought to the placement that its reader's strategy
+asks for: first to the delivered set of its value, then further if need be; a conversion is written
+once and shared. A graph without gradients holds plain functional collectives; one with gradients
+holds `torch.ops.autotp` ops, whose backward is the conjugate. Nothing in the graph depends on the
+rank: ops ask their group for it when they run.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from autotp.analysis import Analysis, Decision, Operand, Use, Value, source_of
+from autotp.core.axis import Dim
+from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
+from autotp.core.price import COLLECTIVES
+from autotp.core.size import ONE
+from autotp.core.split import Split
+from autotp.core.strategy import Strategy
+from autotp.core.trace import TracedValue
+from autotp.passes.emit import FORMS, Site
+
+__all__ = ["Emitted", "Rewritten", "Target", "rewrite"]
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom the graph is for: the group, its size, and how sums are made.
+
+    - `reduce_dtype`: sums over the group are made in it; None: in the value's own dtype.
+    """
+
+    tp: int
+    group: str
+    training: bool
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """One collective as written: primitive, phase, where, and the whole (unsplit) value it moves."""
+
+    kind: str
+    phase: str
+    where: str
+    metas: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Rewritten:
+    """The rewritten graph; its collectives in program order; what each of its values is."""
+
+    graph: fx.Graph
+    collectives: list[Emitted] = field(default_factory=list[Emitted])
+    values: dict[str, TracedValue] = field(default_factory=dict[str, TracedValue])
+
+
+def rewrite(analysis: Analysis, decision: Decision, target: Target) -> Rewritten:
+    """The rewritten program."""
+    writer = _Writer(analysis, decision, target)
+    writer.write()
+    return writer.result
+
+
+class _Writer:
+    """The new graph while it is written."""
+
+    def __init__(self, analysis: Analysis, decision: Decision, target: Target) -> None:
+        self.analysis, self.forest = analysis, analysis.forest
+        self.decision, self.target = decision, target
+        self.graph = fx.Graph()
+        self.result = Rewritten(self.graph)
+        self.plain: dict[fx.Node, Any] = {}
+        self.placed: dict[Value, dict[Placement, fx.Node]] = {}
+        self.made: dict[Value, Placement] = {}
+        self.constants: dict[tuple[fx.Node, Placement, tuple[int, ...]], fx.Node] = {}
+
+    def write(self) -> None:
+        """All nodes in program order."""
+        nodes = list(self.analysis.program.graph.nodes)
+        for node in nodes:
+            if node.op == "placeholder":
+                self._copy(node)
+        self._share()
+        for node in nodes:
+            if node.op == "output":
+                self._output(node)
+            elif node in self.analysis.uses:
+                self._use(self.analysis.uses[node])
+            elif source_of(node) in self.analysis.dims:
+                self._item(node)
+            elif node.op != "placeholder":
+                self._copy(node)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+
+    # ── nodes ────────────────────────────────────────────────────────────────────────────────
+
+    def _copy(self, node: fx.Node) -> None:
+        """A node that depends on no parameter (or an input), as it is."""
+        new = self.graph.node_copy(node, lambda n: self._any(n))
+        new.meta = dict(node.meta)
+        self.plain[node] = new
+        if (node, 0) in self.analysis.dims:
+            self._record((node, 0), REPLICATED, new)
+            self.made[(node, 0)] = REPLICATED
+
+    def _any(self, node: fx.Node) -> Any:
+        """The new node of `node` in whatever placement it has: for sizes, which are never split."""
+        if node in self.plain:
+            return self.plain[node]
+        return self.placed[source_of(node)][self.made[source_of(node)]]
+
+    def _share(self) -> None:
+        """Parameters with a partial gradient, behind the one bucket that sums their gradients."""
+        names = [n for n, p in self.decision.parameters.items() if p == SHARED]
+        if not names:
+            return
+        nodes = [self._parameter(self.analysis.parameters[n]) for n in names]
+        keywords = {"dtype": self.target.reduce_dtype} if self.target.reduce_dtype else {}
+        target = torch.ops.autotp.share_gradients.default
+        shared = self.graph.call_function(target, (nodes, self.target.group), keywords)
+        metas = tuple(self.analysis.metas[(self.analysis.parameters[n], 0)] for n in names)
+        shared.meta["val"] = list(metas)
+        self._bucket(metas)
+        for k, (name, meta) in enumerate(zip(names, metas, strict=True)):
+            old = self.analysis.parameters[name]
+            item = self.graph.call_function(operator.getitem, (shared, k))
+            item.meta["val"] = meta
+            self._record((old, 0), SHARED, item)
+
+    def _bucket(self, metas: tuple[torch.Tensor, ...]) -> None:
+        for dtype in dict.fromkeys(self.target.reduce_dtype or m.dtype for m in metas):
+            group = tuple(m for m in metas if dtype in (m.dtype, self.target.reduce_dtype))
+            self._note("all_reduce", "backward", "bucket of replicated parameters", group)
+
+    def _parameter(self, old: fx.Node) -> fx.Node:
+        new = self.graph.create_node("get_attr", old.target, name=old.name)
+        new.meta = dict(old.meta)
+        return new
+
+    def _item(self, node: fx.Node) -> None:
+        """A parameter, or one result of a node with several."""
+        value = source_of(node)
+        if node.op == "get_attr":
+            placement = self.decision.parameters[str(node.target)]
+            self.made[value] = placement
+            if placement != SHARED:
+                self._record(value, placement, self._parameter(node))
+            return
+        if value not in self.placed:
+            origin = self.plain[value[0]]
+            placement = self.decision.strategies[value[0]].results[value[1]]
+            new = self.graph.create_node("call_function", operator.getitem, (origin, value[1]), name=node.name)
+            new.meta = dict(node.meta)
+            self._record(value, placement, new)
+            self.made[value] = placement
+
+    def _use(self, use: Use) -> None:
+        strategy = self.decision.strategies[use.node]
+        args, kwargs = _lists(use.node.args), dict(use.node.kwargs)
+        for k, operand in enumerate(use.operands):
+            new = self._operand(use, operand, strategy.operands[k], keep=k in use.rule.bias)
+            _put(args, kwargs, operand, new)
+        args = [map_arg(a, self._old) for a in args]
+        kwargs = {k: map_arg(v, self._old) for k, v in kwargs.items()}
+        before = next(reversed(self.graph.nodes), None)
+        new = self._form(use, strategy, args, kwargs)
+        self._mark(before, use.node)
+        self.plain[use.node] = new
+        if (use.node, 0) in self.analysis.metas and not _has_items(use.node):
+            self._record((use.node, 0), strategy.results[0], new)
+            self.made[(use.node, 0)] = strategy.results[0]
+        else:
+            new.meta = dict(use.node.meta)
+
+    def _old(self, node: fx.Node) -> Any:
+        return node if node.graph is self.graph else self._any(node)
+
+    def _form(self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+        form = FORMS[use.rule.emit if strategy.axis else ""]
+        axis = self._axis(strategy.axis) if strategy.axis else self.forest.atom(ONE)
+        t = self.target
+        return form(
+            Site(self.graph, use, strategy, axis, self.forest, t.tp, t.group, t.training, args, kwargs)
+        )
+
+    def _axis(self, name: str) -> Any:
+        return self.forest.find(self.forest.atoms[int(name[1:])])
+
+    def _mark(self, before: fx.Node | None, origin: fx.Node) -> None:
+        """Give every node written after `before` the stack of the node it was written for."""
+        for new in reversed(self.graph.nodes):
+            if new is before:
+                return
+            _inherit(new, origin)
+
+    def _output(self, node: fx.Node) -> None:
+        def whole(old: fx.Node) -> Any:
+            value = source_of(old)
+            if value not in self.analysis.dims:
+                return self.plain[old]
+            return self._converted(value, REPLICATED, keep=False, reader=node)
+
+        new = self.graph.output(map_arg(node.args[0], whole))
+        new.meta = dict(node.meta)
+
+    # ── conversions ──────────────────────────────────────────────────────────────────────────
+
+    def _operand(self, use: Use, operand: Operand, wanted: Placement, *, keep: bool) -> fx.Node:
+        if operand.value in self.analysis.dims:
+            return self._converted(operand.value, wanted, keep=keep, reader=use.node)
+        return self._constant(operand, wanted, use.node)
+
+    def _constant(self, operand: Operand, wanted: Placement, reader: fx.Node) -> fx.Node:
+        """A value without parameters: whole on every rank, sliced for a reader that wants a part."""
+        node = self.plain[operand.value[0]]
+        if wanted.kind not in ("S", "P"):
+            return node
+        cut = self._split(operand.dims, wanted).encode() if wanted.kind == "S" else ()
+        key = (node, wanted if wanted.kind == "P" else Placement("S", wanted.dim), cut)
+        if key not in self.constants:
+            new = self._write_conversion(node, REPLICATED, wanted, operand.dims)
+            _inherit(new, reader)
+            new.meta["val"] = self._local(node.meta["val"], wanted, operand.dims)
+            self.constants[key] = new
+        return self.constants[key]
+
+    def _converted(self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node) -> fx.Node:
+        """`value` in the placement `wanted`, by way of its delivered set."""
+        delivered = self.decision.delivered.get(value)
+        known = self.placed[value]
+        sources: tuple[Placement, ...] = (self.made[value],)
+        if delivered is not None:
+            _, parents = self.decision.prices[value].cheapest(self.made[value], delivered)
+            for at in _parents_first(parents):
+                source = self.made[value] if parents[at] < 0 else delivered[parents[at]]
+                self._step(value, source, delivered[at], reader)
+            sources = delivered
+        if wanted not in known:
+            _, source = self.decision.prices[value].nearest(sources, wanted, keep=keep)
+            self._step(value, source, wanted, reader)
+        return known[wanted]
+
+    def _step(self, value: Value, source: Placement, target: Placement, reader: fx.Node) -> None:
+        """Write one conversion, if it is not there yet, and note its collectives."""
+        known = self.placed[value]
+        if target in known:
+            return
+        conversion = CONVERSIONS[(source.kind, target.kind)]
+        before = next(reversed(self.graph.nodes), None)
+        new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
+        self._mark(before, value[0] if conversion.forward in COLLECTIVES else reader)
+        self._record(value, target, new)
+        meta, where = (self.analysis.metas[value],), _where(value[0])
+        if conversion.forward in COLLECTIVES:
+            self._note(conversion.forward, "forward", where, meta)
+        flows = self.target.training and value in self.analysis.differentiable
+        if flows and conversion.backward in COLLECTIVES:
+            self._note(conversion.backward, "backward", where, meta)
+
+    def _note(self, kind: str, phase: str, where: str, metas: tuple[torch.Tensor, ...]) -> None:
+        self.result.collectives.append(Emitted(kind, phase, where, metas))
+
+    def _write_conversion(
+        self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
+    ) -> fx.Node:
+        op = CONVERSIONS[(source.kind, target.kind)]
+        if not self.target.training and op.forward in ("all_reduce", "all_gather"):
+            plain = self._plain_collective(node, source, dims)
+            if plain is not None:
+                return plain
+        args: list[Any] = [node]
+        for placement in (source, target):
+            if placement.kind == "S":
+                args += [placement.dim, list(self._split(dims, placement).encode())]
+        keywords: dict[str, Any] = {}
+        sums = {"all_reduce", "reduce_scatter"} & {op.forward, op.backward}
+        if sums and self.target.reduce_dtype is not None:
+            keywords["dtype"] = self.target.reduce_dtype
+        name = f"{node.name}_{op.op}"
+        function = getattr(torch.ops.autotp, op.op).default
+        return self.graph.create_node(
+            "call_function", function, (*args, self.target.group), keywords, name=name
+        )
+
+    def _plain_collective(
+        self, node: fx.Node, source: Placement, dims: tuple[Dim, ...]
+    ) -> fx.Node | None:
+        """A functional collective and its wait, for a graph without gradients."""
+        group, call = self.target.group, self.graph.call_function
+        if source.kind == "P":
+            return self._plain_sum(node)
+        cut = self._split(dims, source)
+        if cut.outer != 1 or len(cut.segments) != 1 or cut.segments[0].outer != 1:
+            return None  # not one block a rank: the autotp op puts the parts in place
+        new = call(_c10d.all_gather_into_tensor.default, (node, self.target.tp, group))
+        new = call(_c10d.wait_tensor.default, (new,))
+        if source.dim == 0:
+            return new
+        aten = torch.ops.aten
+        parts = call(aten.unflatten.int, (new, 0, [self.target.tp, -1]))
+        moved = call(aten.movedim.int, (parts, 0, source.dim))
+        return call(aten.flatten.using_ints, (moved, source.dim, source.dim + 1))
+
+    def _plain_sum(self, node: fx.Node) -> fx.Node:
+        call, wider = self.graph.call_function, self.target.reduce_dtype
+        own = node.meta["val"].dtype
+        if wider is not None and wider != own:
+            node = call(torch.ops.aten.to.dtype, (node, wider))
+        new = call(_c10d.all_reduce.default, (node, "sum", self.target.group))
+        new = call(_c10d.wait_tensor.default, (new,))
+        if wider is not None and wider != own:
+            new = call(torch.ops.aten.to.dtype, (new, own))
+        return new
+
+    def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
+        cut = self.forest.split(dims[placement.dim], self._axis(placement.axis))
+        assert cut is not None, f"{placement} has no split"
+        return cut
+
+    # ── what is known of each new value ──────────────────────────────────────────────────────
+
+    def _record(self, value: Value, placement: Placement, new: fx.Node) -> None:
+        meta, dims = self.analysis.metas[value], self.analysis.dims[value]
+        self.placed.setdefault(value, {})[placement] = new
+        new.meta["val"] = self._local(meta, placement, dims)
+        split = self._split(dims, placement).encode() if placement.kind == "S" else None
+        traced = TracedValue(value[0].name, value[1], placement, split)
+        self.result.values[new.name] = traced
+
+    def _local(self, meta: torch.Tensor, placement: Placement, dims: tuple[Dim, ...]) -> torch.Tensor:
+        """The meta tensor of one rank's part."""
+        if placement.kind != "S":
+            return meta
+        shape: list[Any] = list(meta.shape)
+        cut = self._split(dims, placement)
+        known = all(-1 not in (s.outer, s.inner) for s in cut.segments)
+        whole = shape[placement.dim]
+        shape[placement.dim] = cut.length(self.target.tp) if known else whole // self.target.tp
+        return meta.new_empty(shape)
+
+
+def _parents_first(parents: tuple[int, ...]) -> list[int]:
+    return sorted(range(len(parents)), key=lambda at: parents[at] >= 0)
+
+
+def _has_items(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _lists(args: tuple[Any, ...]) -> list[Any]:
+    return [list(cast("list[Any]", a)) if isinstance(a, list | tuple) else a for a in args]
+
+
+def _put(args: list[Any], kwargs: dict[str, Any], operand: Operand, new: fx.Node) -> None:
+    """Put a converted operand where it stands."""
+    at = operand.argument
+    holder: Any = args if isinstance(at, int) else kwargs
+    if operand.item >= 0:
+        holder[at] = list(holder[at])
+        holder[at][operand.item] = new
+    else:
+        holder[at] = new
+
+
+def _inherit(new: fx.Node, origin: fx.Node) -> None:
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in origin.meta and key not in new.meta:
+            new.meta[key] = origin.meta[key]
+
+
+def _where(node: fx.Node) -> str:
+    """The module path of a node, and its name where the module runs several ops."""
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    path = next((entry[0] for entry in reversed(stack.values())), "")
+    return path or node.name
