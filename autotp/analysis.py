@@ -19,7 +19,7 @@ from autotp.program import Program
 from autotp.rulebook import Role
 
 __all__ = [
-    "Analysis", "AxisPair", "Decision", "Matching", "Operand", "Use", "Value", "results_of", "source_of",
+    "Analysis", "AxisPair", "Decision", "Emitted", "Matching", "Operand", "Use", "Value", "results_of", "source_of",
 ]
 
 Value: TypeAlias = tuple[fx.Node, int]
@@ -107,6 +107,16 @@ class Decision:
     delivered: Mapping[Value, Delivered]
     prices: Mapping[Value, Prices]
 
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """One collective as written: primitive, phase, where, and the whole (unsplit) value it moves."""
+
+    kind: str
+    phase: str
+    where: str
+    metas: tuple[torch.Tensor, ...]
 
 
 def source_of(node: fx.Node) -> Value:

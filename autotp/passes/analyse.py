@@ -15,11 +15,11 @@ from torch import fx
 from autotp.analysis import Analysis, Operand, Use, Value, results_of, source_of
 from autotp.core.axis import Dim, Forest
 from autotp.core.rule import Factor, NodeRule, Row
-from autotp.core.size import Size
 from autotp.errors import UnknownOpError
 from autotp.passes.derive import Call, apply
 from autotp.program import Program
 from autotp.rulebook import Rulebook
+from autotp.sizes import Sizes
 
 __all__ = ["analyse"]
 
@@ -155,38 +155,6 @@ class _Reader:
 
 def _stops_gradient(node: fx.Node) -> bool:
     return "detach" in str(node.target)
-
-
-class Sizes:
-    """Turns shapes into sizes; each distinct symbolic expression is read once."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, Size] = {}
-
-    def of(self, meta: torch.Tensor) -> tuple[Size, ...]:
-        """The sizes of a (fake or meta) tensor's dims."""
-        return tuple(Size(s) if type(s) is int else self._symbolic(s) for s in meta.shape)
-
-    def _symbolic(self, size: Any) -> Size:
-        expression = size.node.expr
-        found = self.known.get(expression)
-        if found is None:
-            found = self.known[expression] = _monomial(expression)
-        return found
-
-
-def _monomial(expression: Any) -> Size:
-    if expression.is_Integer:
-        return Size(int(expression))
-    coefficient, symbols = 1, list[str]()
-    for factor in expression.args if expression.is_Mul else (expression,):
-        if factor.is_Integer:
-            coefficient *= int(factor)
-        elif factor.is_Pow and factor.exp.is_Integer and factor.exp > 0:
-            symbols += [str(factor.base)] * int(factor.exp)
-        else:
-            symbols.append(str(factor))
-    return Size(coefficient, tuple(sorted(symbols)))
 
 
 def _tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:

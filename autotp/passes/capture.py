@@ -6,12 +6,14 @@ no-ops. What the model's Python code took for granted about sizes comes along as
 """
 
 import inspect
+import io
+import logging
 import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
-from autotp.passes.capture_graph import flat_graph, mutated
+from autotp.passes.capture_graph import decomposed, flat_graph, mutated
 from autotp.passes.capture_inputs import (
     Axes,
     accepted,
@@ -38,6 +40,7 @@ __all__ = ["capture", "example_inputs", "retarget"]
 
 FREEDOMS = (frozenset({"batch", "sequence", "decoder"}), frozenset({"batch"}), frozenset[str]())
 TORCH = os.path.dirname(torch.__file__)
+TALKATIVE = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
 SHORT = 200  # characters of torch's reason
 
 
@@ -110,7 +113,7 @@ class _Call:
         return [n for n, of in leaves.items() if any(isinstance(v, torch.Tensor) for v in of)]
 
     @contextmanager
-    def by_keyword(self) -> Iterator[None]:
+    def by_keyword(self) -> Generator[None]:
         """The model takes exactly the traced inputs, by keyword, whatever its signature looks like."""
         forward, own = self.model.forward, vars(self.model).get("forward")
         parameters = inspect.signature(forward).parameters.values()
@@ -150,8 +153,25 @@ def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> Expo
     sized = traced_at(call.given, axes, free, positions(call.model))
     traced = {n: sized[n] for n in call.traced()}
     shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
-    with call.by_keyword(), torch.enable_grad():  # else no_grad regions would go unseen
+    # gradients on, else no_grad regions would go unseen
+    with call.by_keyword(), torch.enable_grad(), _quiet():
         return torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Keeps back what torch logs and prints of a failing export; the reason is in the exception."""
+    loggers = [logging.getLogger(name) for name in TALKATIVE]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with redirect_stderr(io.StringIO()) as printed:
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:  # noqa: ANN401
@@ -164,7 +184,7 @@ def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str
 
 
 def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
-    functional = exported.run_decompositions({})
+    functional = decomposed(exported)
     if target := mutated(functional):
         raise CaptureError(
             f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
@@ -220,14 +240,15 @@ def _short(error: Exception) -> str:
     """Torch's reason, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if line.startswith("- ")), lines[0])
-    return f"{type(error).__name__}: {telling.removeprefix('- ')}"[:SHORT]
+    sentence = telling.removeprefix("- ").partition(". ")[0].removesuffix(".")
+    return f"{type(error).__name__}: {sentence}"[:SHORT]
 
 
 def _explained(model: nn.Module, error: Exception) -> str:
     return (
-        f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: {_short(error)} "
-        "Rewrite that line so that no Python branch or shape depends on a tensor's values, "
-        "or give other example inputs."
+        f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: "
+        f"{_short(error)}. If the model runs with these inputs, rewrite that line so that no "
+        "Python branch or shape depends on a tensor's values."
     )
 
 

@@ -5,6 +5,9 @@ are first used, non-tensor inputs disappear, regions that only switch gradients 
 """
 
 import hashlib
+import operator
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +18,13 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec,
 
 from autotp.errors import CaptureError
 
-__all__ = ["constant_name", "flat_graph", "mutated"]
+__all__ = ["constant_name", "decomposed", "flat_graph", "mutated"]
 
 KEPT_META = ("val", "nn_module_stack", "stack_trace")
 WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
+TORCH = os.path.dirname(torch.__file__)
+NATIVE_DROPOUT = torch.ops.aten.native_dropout.default  # how torch's functional form spells dropout
 STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 PLAIN_OUTPUTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 
@@ -52,6 +57,22 @@ def flat_graph(
     return copy.graph, copy.lifted
 
 
+def decomposed(exported: ExportedProgram) -> ExportedProgram:
+    """The program made functional by torch, all its other ops kept whole.
+
+    Torch forgets the regions without gradients on the way: what leaves them is detached before.
+    Constraints: `exported` is changed.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            _detach_regions(module.graph)
+            module.recompile()
+    with warnings.catch_warnings():
+        # torch deep-copies an object of a class of its own that it deprecates
+        warnings.simplefilter("ignore", FutureWarning)
+        return exported.run_decompositions({})
+
+
 def mutated(exported: ExportedProgram) -> str:
     """The name of the first buffer or input that the functionalised program writes to; empty if none."""
     written = (s for s in exported.graph_signature.output_specs if s.kind not in PLAIN_OUTPUTS)
@@ -79,6 +100,22 @@ def _unsupported(spec: InputSpec) -> str:
         f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, which is no tensor. "
         "Use plain tensors, parameters and buffers."
     )
+
+
+def _detach_regions(graph: fx.Graph) -> None:
+    """Detaches each tensor that leaves a region without gradients, under its own name."""
+    regions = [n for n in graph.nodes if n.target is WITH_GRAD and not n.args[0]]
+    for node in [user for region in regions for user in region.users]:
+        if _is_real(node):
+            with graph.inserting_before(node):
+                inner = graph.create_node("call_function", node.target, node.args)
+            inner.meta = dict(node.meta)
+            node.target, node.args = torch.ops.aten.detach.default, (inner,)
+
+
+def _is_real(value: object) -> bool:
+    val = value.meta.get("val") if isinstance(value, fx.Node) else None
+    return isinstance(val, torch.Tensor) and val.is_floating_point()
 
 
 class _Copy:
@@ -114,11 +151,13 @@ class _Copy:
     def _called(self, node: fx.Node) -> Any:  # noqa: ANN401 a node, or the list an inlined region gave
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return self._inlined(node)
+        if node.target is NATIVE_DROPOUT:
+            args = self._mapped(node.args)
+            dropout = torch.ops.aten.dropout.default
+            return [self._created("call_function", dropout, args, {}, "dropout", node), None]
         args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
-        if isinstance(args[0] if args else None, (list, tuple)) and not isinstance(
-            node.target, torch._ops.OpOverload
-        ):
-            return args[0][args[1]]  # getitem of what an inlined region gave
+        if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
+            return args[0][args[1]]
         return self._created("call_function", node.target, args, kwargs, node.name, node)
 
     def _inlined(self, node: fx.Node) -> list[Any]:
@@ -128,7 +167,16 @@ class _Copy:
             return outputs if enabled else [self._detached(o) for o in outputs]
         if node.target is WITH_AUTOCAST and not node.args[2]:
             return self._entered(node.args[4], list(node.args[5:]))
-        raise CaptureError(_region(node))
+        raise CaptureError(
+            _region(
+                node,
+                [
+                    v
+                    for v in map(self.values.get, node.all_input_nodes)
+                    if isinstance(v, fx.GraphModule)
+                ],
+            )
+        )
 
     def _entered(self, submodule: Any, operands: list[Any]) -> list[Any]:  # noqa: ANN401 fx arguments
         module = self.values[submodule]
@@ -137,8 +185,7 @@ class _Copy:
         return self.region(module)
 
     def _detached(self, value: Any) -> Any:  # noqa: ANN401 any output of a region
-        val = value.meta.get("val") if isinstance(value, fx.Node) else None
-        if not isinstance(val, torch.Tensor) or not val.is_floating_point():
+        if not _is_real(value):
             return value
         detach = torch.ops.aten.detach.default
         return self._created("call_function", detach, (value,), {}, "detach", value)
@@ -179,10 +226,11 @@ class _Later:
         self.node = node
 
 
-def _region(node: fx.Node) -> str:
-    where = str(node.meta.get("stack_trace", "")).strip().splitlines()[-2:]
+def _region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
+    traces = [str(n.meta.get("stack_trace", "")) for m in modules for n in m.graph.nodes]
+    lines = [line.strip() for trace in traces for line in trace.splitlines() if "File" in line]
+    own = [line for line in lines if TORCH not in line] or ["no source line known"]
     return (
-        f"{node.name} ({' '.join(line.strip() for line in where)}): the forward contains "
-        f"{node.target}, a region that one flat graph cannot hold. "
-        "Take autocast and control flow on tensor values out of the forward."
+        f"{node.name} ({own[-1]}): the forward contains {node.target}, a region that one flat graph "
+        "cannot hold. Take autocast and control flow on tensor values out of the forward."
     )

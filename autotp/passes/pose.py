@@ -31,13 +31,13 @@ from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
 
-__all__ = ["Options", "Posed", "decide", "pose"]
+__all__ = ["Terms", "Posed", "decide", "pose"]
 
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class Terms:
     """What the problem depends on besides the program.
 
     - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
@@ -63,9 +63,9 @@ class Posed:
     prices: dict[Value, Prices]
 
 
-def pose(analysis: Analysis, matching: Matching, options: Options) -> Posed:
-    """The placement problem of `analysis` under `options`."""
-    return _Poser(analysis, matching, options).posed()
+def pose(analysis: Analysis, matching: Matching, terms: Terms) -> Posed:
+    """The placement problem of `analysis` under `terms`."""
+    return _Poser(analysis, matching, terms).posed()
 
 
 def decide(posed: Posed, solution: Solution) -> Decision:
@@ -81,8 +81,8 @@ def decide(posed: Posed, solution: Solution) -> Decision:
 class _Poser:
     """Variables and edges while they are collected."""
 
-    def __init__(self, analysis: Analysis, matching: Matching, options: Options) -> None:
-        self.analysis, self.matching, self.options = analysis, matching, options
+    def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
+        self.analysis, self.matching, self.terms = analysis, matching, terms
         self.variables: list[Variable] = []
         self.edges: list[Edge] = []
         self.unary: dict[object, NDArray[np.int64]] = {}
@@ -136,7 +136,7 @@ class _Poser:
             ),
             any((use.node, r) in analysis.differentiable for r in range(len(use.rule.results))),
         )
-        tp, training = self.options.tp, self.options.training
+        tp, training = self.terms.tp, self.terms.training
         return strategies(use.rule, facts, analysis.forest, tp, training=training)
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
@@ -159,10 +159,10 @@ class _Poser:
     def _parameter(self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
         wanted = self._wanted(value, chosen)
         domain = [REPLICATED]
-        if self.options.training and value in self.analysis.differentiable:
+        if self.terms.training and value in self.analysis.differentiable:
             domain.append(SHARED)
         domain += sorted(p for p in wanted if p.kind == "S")
-        allowed = self.options.allowed.get(name)
+        allowed = self.terms.allowed.get(name)
         if allowed is not None:
             domain = [p for p in domain if allowed(p)]
         if not domain:
@@ -178,7 +178,7 @@ class _Poser:
     ) -> NDArray[np.int64]:
         size = self._bytes(value)
         home = self._home(name, size)
-        tp, machine = self.options.tp, self.options.machine
+        tp, machine = self.terms.tp, self.terms.machine
         costs = self._unary(len(domain))
         for k, placement in enumerate(domain):
             costs[_BYTES, k] = size // tp if placement.kind == "S" else size
@@ -198,8 +198,8 @@ class _Poser:
         """Names of the axes one of which the parameter should be split along; empty if it is free."""
         axes = self.matching.home.get(name, ())
         largest = max(self._bytes((n, 0)) for n in self.analysis.parameters.values())
-        splits = [a.name for a in axes if (a.size.static or 0) % self.options.tp == 0]
-        return frozenset(splits) if size >= self.options.shard_threshold * largest else frozenset()
+        splits = [a.name for a in axes if (a.size.static or 0) % self.terms.tp == 0]
+        return frozenset(splits) if size >= self.terms.shard_threshold * largest else frozenset()
 
     def _wanted(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
         """Every placement in which some reader may want `value`."""
@@ -248,12 +248,12 @@ class _Poser:
         found = self.prices.get(value)
         if found is None:
             found = self.prices[value] = Prices(
-                self.options.priced(self.analysis.metas[value]),
+                self.terms.priced(self.analysis.metas[value]),
                 value in self.analysis.differentiable,
                 value in self.analysis.weights,
-                self.options.training,
-                self.options.tp,
-                self.options.machine,
+                self.terms.training,
+                self.terms.tp,
+                self.terms.machine,
             )
         return found
 

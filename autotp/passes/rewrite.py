@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autotp.analysis import Analysis, Decision, Operand, Use, Value, source_of
+from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, Value, source_of
 from autotp.core.axis import Dim
 from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
 from autotp.core.price import COLLECTIVES
@@ -26,7 +26,7 @@ from autotp.core.strategy import Strategy
 from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site
 
-__all__ = ["Emitted", "Rewritten", "Target", "rewrite"]
+__all__ = ["Rewritten", "Target", "rewrite"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -42,16 +42,6 @@ class Target:
     group: str
     training: bool
     reduce_dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Emitted:
-    """One collective as written: primitive, phase, where, and the whole (unsplit) value it moves."""
-
-    kind: str
-    phase: str
-    where: str
-    metas: tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,33 @@
+"""autotp: an unmodified Transformer, made to run tensor-parallel."""
+
+from autotp.core.evidence import Evidence
+from autotp.core.machine import Machine
+from autotp.core.plan import Plan
+from autotp.errors import (
+    AutotpError,
+    CaptureError,
+    PlanError,
+    RuleError,
+    UnknownOpError,
+    VerifyError,
+    WeightsError,
+)
+from autotp.pipeline import parallelize, plan, verify
+from autotp.run.model import ShardedModel
+
+__all__ = [
+    "AutotpError",
+    "CaptureError",
+    "Evidence",
+    "Machine",
+    "Plan",
+    "PlanError",
+    "RuleError",
+    "ShardedModel",
+    "UnknownOpError",
+    "VerifyError",
+    "WeightsError",
+    "parallelize",
+    "plan",
+    "verify",
+]

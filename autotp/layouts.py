@@ -1,0 +1,75 @@
+"""Human layouts of parameters: by the op that reads them, not by how they are stored.
+
+    column      cut along an axis the op produces (GPT-2's transposed weights: dim 1)
+    row         cut along an axis the op contracts
+    vocabulary  a table or head cut along the vocabulary; wins over column
+    norm        a whole vector that scales or shifts what it meets
+    replicated  whole on every rank
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from autotp.analysis import Analysis, Matching, Use, Value
+from autotp.core.placement import Placement
+
+__all__ = ["LAYOUTS", "Layouts", "overridden"]
+
+LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
+"""What an override may ask for."""
+
+
+class Layouts:
+    """The layouts of one program's parameters."""
+
+    def __init__(self, analysis: Analysis, matching: Matching) -> None:
+        self.analysis, self.matching = analysis, matching
+        self.consumers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
+        for use in analysis.uses.values():
+            for k, operand in enumerate(use.operands):
+                self.consumers[operand.value].append((use, k))
+
+    def of(self, name: str, placement: Placement) -> str:
+        """The layout of parameter `name` in `placement`."""
+        if name not in self.analysis.parameters:
+            return "replicated"
+        if placement.kind != "S":
+            return "norm" if self.is_norm(name) else "replicated"
+        pair = self.matching.pair_of.get(name)
+        if pair is not None and pair.vocabulary and placement.axis in {a.name for a in pair.axes}:
+            return "vocabulary"
+        return "row" if self._contracted(name, placement.axis) else "column"
+
+    def is_norm(self, name: str) -> bool:
+        """Whether a vector scales or shifts what it meets, rather than being a product's bias."""
+        node = self.analysis.parameters[name]
+        if len(self.analysis.dims[(node, 0)]) != 1:
+            return False
+        return all(
+            k not in use.rule.bias and all(f.kind != "reduce" for f in use.rule.factors)
+            for use, k in self._readers((node, 0))
+        )
+
+    def _contracted(self, name: str, axis: str) -> bool:
+        for use, k in self._readers((self.analysis.parameters[name], 0)):
+            for factor in use.rule.factors:
+                leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}
+                if axis in leaves and any(s == k for s, _ in factor.slots):
+                    return factor.kind == "reduce"
+        return False
+
+    def _readers(self, value: Value) -> Iterator[tuple[Use, int]]:
+        """Uses that read a weight, past values that are computed from parameters alone."""
+        for use, k in self.consumers[value]:
+            results = [(use.node, r) for r in range(len(use.rule.results))]
+            inner = [r for r in results if r in self.analysis.weights]
+            if not inner:
+                yield use, k
+            for result in inner:
+                yield from self._readers(result)
+
+
+def overridden(name: str, glob: str) -> bool:
+    """Whether an override's glob names a parameter, with or without its last component."""
+    return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)

@@ -1,0 +1,330 @@
+"""Account: a decision written down as a plan, in plain data.
+
+Names for axes, human layouts, what each rank holds, the collectives with their payloads, memory, what
+stays whole and why.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+
+import torch
+
+from autotp.analysis import Analysis, AxisPair, Decision, Emitted, Matching
+from autotp.core.axis import Atom
+from autotp.core.cost import memory_bytes, time_ps, wire_bytes
+from autotp.core.machine import Machine
+from autotp.core.placement import REPLICATED, Placement
+from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.core.problem import LEVELS, Solution
+from autotp.core.split import Split
+from autotp.layouts import Layouts, overridden
+from autotp.sizes import Pricing
+
+__all__ = ["Asked", "Whole", "account", "fingerprint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The model as it is: parameters and buffers by their first name, and further names of each."""
+
+    name: str
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    tied: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plan was asked for."""
+
+    tp: int
+    training: bool
+    variant: str
+    machine: Machine
+    sizes: Mapping[str, int]
+    optimizer: str
+    state_dtype: str | None
+    shard_threshold: float
+    overrides: Mapping[str, str]
+    reduce_dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the stages found out."""
+
+    analysis: Analysis
+    matching: Matching
+    decision: Decision
+    solution: Solution
+    collectives: Sequence[Emitted]
+
+
+def account(whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> Plan:
+    """The plan of a decision."""
+    return _Accountant(whole, found, pricing, asked).plan()
+
+
+def fingerprint(whole: Whole) -> str:
+    """A hash over the names, shapes and dtypes of a model's parameters."""
+    lines = (f"{n} {tuple(t.shape)} {t.dtype}" for n, t in whole.parameters.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+class _Accountant:
+    """One plan while it is written down."""
+
+    def __init__(self, whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> None:
+        self.whole, self.found, self.pricing, self.asked = whole, found, pricing, asked
+        self.analysis, self.forest = found.analysis, found.analysis.forest
+        self.layouts = Layouts(found.analysis, found.matching)
+        self.aliases: dict[str, list[str]] = defaultdict(list)
+        for alias, name in whole.tied.items():
+            self.aliases[name].append(alias)
+        self.names: dict[str, str] = {}
+        for pair in found.matching.pairs:
+            self.names |= self._axis_names(pair)
+        self.axes = {a.name: a for p in found.matching.pairs for a in p.axes}
+
+    def plan(self) -> Plan:
+        """The plan."""
+        asked, solution = self.asked, self.found.solution
+        parameters = {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
+        total = sum(p.bytes for p in parameters.values())
+        held = sum(p.bytes for p in parameters.values() if p.dim is None)
+        fraction = held / total if total else 0.0
+        unruled = tuple(f"{n.target} at {_path(n)}" for n in self.analysis.unruled)
+        program = self.analysis.program
+        return Plan(
+            model=self.whole.name,
+            fingerprint=fingerprint(self.whole),
+            tp=asked.tp,
+            training=asked.training,
+            variant=asked.variant,
+            objective="communication",
+            machine=asked.machine.name,
+            sizes=dict(asked.sizes),
+            pairs=tuple(self._pair(p) for p in self.found.matching.pairs),
+            parameters=parameters,
+            collectives=self._collectives(),
+            cost=dict(zip(LEVELS, solution.cost, strict=True)),
+            bound=dict(zip(LEVELS, solution.bound, strict=True)),
+            gap=_gap(solution),
+            method=solution.method,
+            width=solution.width,
+            variables=len(solution.choice),
+            memory=self._memory(parameters),
+            replicated_fraction=fraction,
+            unruled=unruled,
+            warnings=tuple(self._warnings(fraction, unruled, program.reason)),
+            dynamic=program.dynamic,
+            options={
+                "overrides": dict(asked.overrides),
+                "shard_threshold": asked.shard_threshold,
+                "optimizer": asked.optimizer,
+                "state_dtype": asked.state_dtype,
+                "reduce_dtype": asked.reduce_dtype,
+            },
+            choices={n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()},
+        )
+
+    # ── axes and pairs ───────────────────────────────────────────────────────────────────────
+
+    def _axis_names(self, pair: AxisPair) -> dict[str, str]:
+        base = pair.role.axis
+        words = [base] if len(pair.axes) == 1 else [f"kv_{base}", f"{base}_per_kv"]
+        words += [f"{base}_{k}" for k in range(2, len(pair.axes))]
+        module = _module((*pair.openers, *pair.closers))
+        return {
+            a.name: f"{module}.{w}" if module else w for a, w in zip(pair.axes, words, strict=False)
+        }
+
+    def _pair(self, pair: AxisPair) -> Pair:
+        axis, split = self._pair_axis(pair)
+        size = axis.size.static or 0
+        tp, module = self.asked.tp, _module((*pair.openers, *pair.closers))
+        names = {axis: "hidden"} if split and axis not in pair.axes else dict[Atom, str]()
+        names |= {a: self.names[a.name].rpartition(".")[2] for a in pair.axes}
+        opener = self.analysis.parameters[pair.openers[0]]
+        expression = next(
+            self.forest.text(d, names)
+            for d in self.analysis.dims[(opener, 0)]
+            if any(self.forest.contains(d, a) for a in ((axis,) if split else pair.axes))
+        )
+        return Pair(
+            role=pair.role.name,
+            axis=self.names.get(axis.name, f"{module}.hidden" if module else "hidden"),
+            size=size,
+            local_sizes=(size // tp,) * tp if split else (size,) * tp,
+            openers=pair.openers,
+            closers=pair.closers,
+            expression=expression,
+            module=module,
+            split=split,
+            note="" if split else self._whole_pair(pair),
+        )
+
+    def _pair_axis(self, pair: AxisPair) -> tuple[Atom, bool]:
+        """The axis that most of the pair's bytes are split along, and whether any are.
+
+        A looked-up table may be split along its other axis.
+        """
+        weight: dict[str, int] = defaultdict(int)
+        for name in (*pair.openers, *pair.closers):
+            placement = self._placement(name)
+            if placement.kind == "S":
+                weight[placement.axis] += self.whole.parameters[name].numel()
+        if not weight:
+            return pair.axes[0], False
+        best = max(weight, key=lambda a: weight[a])
+        return self.forest.find(self.forest.atoms[int(best[1:])]), True
+
+    def _whole_pair(self, pair: AxisPair) -> str:
+        tp = self.asked.tp
+        sizes = {a: a.size.static or 0 for a in pair.axes}
+        legal = sorted({d for s in sizes.values() for d in range(2, s + 1) if s % d == 0})
+        if any(s % tp == 0 for s in sizes.values()):
+            return "splitting it would cost more communication than it saves bytes"
+        named = ", ".join(f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items())
+        fit = ", ".join(str(n) for n in legal[:12]) or "none"
+        return f"{named} not divisible by tp {tp}; tp sizes that split it: {fit}"
+
+    # ── parameters ───────────────────────────────────────────────────────────────────────────
+
+    def _placement(self, name: str) -> Placement:
+        return self.found.decision.parameters.get(name, REPLICATED)
+
+    def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
+        placement = self._placement(name)
+        split = self._split(name, placement)
+        axis = self.analysis.forest.atoms[int(placement.axis[1:])] if split else None
+        layout = self.layouts.of(name, placement)
+        return ParameterRecord(
+            name=name,
+            layout=layout,
+            dim=placement.dim if split else None,
+            axis=self.names.get(placement.axis, placement.axis) if split else None,
+            axis_size=self.forest.find(axis).size.static if axis else None,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            bytes=_bytes(tensor),
+            split=split.encode() if split else (),
+            shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
+            placement=(Placement(placement.kind, placement.dim, self.names.get(placement.axis, placement.axis)),),
+            reason="" if split else self._reason(name, layout),
+            gradient_partial=placement.kind == "R~",
+            tied=tuple(self.aliases.get(name, ())),
+        )
+
+    def _split(self, name: str, placement: Placement) -> Split | None:
+        if placement.kind != "S":
+            return None
+        dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
+        atom = self.forest.find(self.forest.atoms[int(placement.axis[1:])])
+        return self.forest.split(dims[placement.dim], atom)
+
+    def _shard(
+        self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
+    ) -> Shard:
+        if split is None:
+            return Shard(tuple(tensor.shape), _bytes(tensor), ())
+        shape = list(tensor.shape)
+        shape[placement.dim] = split.length(self.asked.tp)
+        size = _bytes(tensor) // tensor.shape[placement.dim] * shape[placement.dim]
+        return Shard(tuple(shape), size, tuple(split.ranges(rank, self.asked.tp)))
+
+    def _reason(self, name: str, layout: str) -> str:
+        if self.asked.tp == 1:
+            return "there is one rank"
+        if name not in self.analysis.parameters:
+            return "the captured graph does not use it"
+        if any(self._matches(name, glob) for glob in self.asked.overrides):
+            return "an override asks for it"
+        pair = self.found.matching.pair_of.get(name)
+        if pair is not None:
+            return self._reason_in_pair(name, pair)
+        if layout == "norm":
+            return "a norm needs its whole dim on every rank"
+        return "no axis of it runs cleanly from an opener to a closer"
+
+    def _reason_in_pair(self, name: str, pair: AxisPair) -> str:
+        home = self.found.matching.home[name]
+        if any((a.size.static or 0) % self.asked.tp == 0 for a in home):
+            largest = max(_bytes(t) for t in self.whole.parameters.values())
+            least = self.asked.shard_threshold * largest
+            size = _bytes(self.whole.parameters[name])
+            if size < least:
+                return f"its {size} bytes are below the threshold of {int(least)}"
+            return "other layouts were asked for"
+        return self._whole_pair(pair)
+
+    def _matches(self, name: str, glob: str) -> bool:
+        return self.asked.overrides[glob] == "replicated" and overridden(name, glob)
+
+    # ── collectives, memory, warnings ────────────────────────────────────────────────────────
+
+    def _collectives(self) -> tuple[CollectiveRecord, ...]:
+        forward = [c for c in self.found.collectives if c.phase == "forward"]
+        backward = [c for c in self.found.collectives if c.phase == "backward"]
+        return tuple(self._collective(c) for c in [*forward, *reversed(backward)])
+
+    def _collective(self, run: Emitted) -> CollectiveRecord:
+        tp = self.asked.tp
+        payload = sum(self.pricing.bytes(m) for m in run.metas)
+        payload = payload // tp if run.kind == "all_to_all" else payload
+        return CollectiveRecord(
+            kind=run.kind,
+            phase=run.phase,
+            where=run.where,
+            payload_bytes=payload,
+            wire_bytes=wire_bytes(run.kind, payload, tp),
+            time_ps=time_ps(run.kind, payload, tp, self.asked.machine),
+        )
+
+    def _memory(self, parameters: Mapping[str, ParameterRecord]) -> dict[str, int]:
+        by_dtype: dict[str, int] = defaultdict(int)
+        for record in parameters.values():
+            by_dtype[record.dtype] += max(s.bytes for s in record.shards)
+        asked = self.asked
+        memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
+        return {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
+
+    def _warnings(self, fraction: float, unruled: Sequence[str], reason: str) -> Iterable[str]:
+        if self.asked.tp > 1 and fraction > 0.1:
+            yield (
+                f"every rank holds {fraction:.1%} of the parameter bytes whole (see what stays whole, "
+                "and why); more than 10 % wastes memory"
+            )
+        if unruled:
+            yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
+        if reason:
+            yield f"the capture fixed a size: {reason}"
+
+    def _label(self, label: str) -> str:
+        number, _, axis = label.partition(":")
+        return f"{number}:{self.names.get(axis, axis)}" if axis in self.names else label
+
+
+def _gap(solution: Solution) -> float:
+    for cost, bound in zip(solution.cost, solution.bound, strict=True):
+        if cost != bound:
+            return (cost - bound) / max(abs(bound), 1)
+    return 0.0
+
+
+def _module(names: Sequence[str]) -> str:
+    """The longest module path that all parameters share."""
+    paths = [n.split(".")[:-1] for n in names]
+    return ".".join(commonprefix(paths))
+
+
+def _path(node: torch.fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((entry[0] for entry in reversed(stack.values())), "") or node.name
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,252 @@
+"""Check: the rewritten graph is well-typed, placement by placement.
+
+Postcondition of rewrite, proven from the graph itself. Each value claims a placement; then
+
+- a parameter has the one it is laid out in, an input or a constant is replicated,
+- a conversion reads a value of its source kind, cuts it as its dims say, and gives its target,
+- every other node reads its operands in exactly the placements of one of its strategies,
+- the outputs are replicated,
+- the collectives in the graph are the ones the plan counts.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autotp.analysis import Analysis, Decision, Emitted, Operand, Use
+from autotp.core.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
+from autotp.core.price import COLLECTIVES
+from autotp.core.trace import TracedValue
+from autotp.errors import VerifyError
+
+__all__ = ["check"]
+
+_OPS: dict[str, tuple[Kind, Kind]] = {c.op: kinds for kinds, c in CONVERSIONS.items()}
+_RAW = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def check(
+    graph: fx.Graph,
+    values: dict[str, TracedValue],
+    collectives: list[Emitted],
+    analysis: Analysis,
+    decision: Decision,
+    *,
+    training: bool,
+) -> None:
+    """Raise VerifyError at the first node of `graph` that is ill-typed.
+
+    - `values`: what each emitted value claims to be; `collectives`: what the plan counts.
+    """
+    checker = _Checker(graph, values, analysis, decision)
+    for node in graph.nodes:
+        checker.node(node)
+    checker.outputs()
+    seen = Counter(_collectives(graph, training=training, differentiable=checker.flows))
+    expected = Counter((c.kind, c.phase) for c in collectives)
+    if seen != expected:
+        raise VerifyError(
+            f"the graph runs {_counted(seen)}, the plan counts {_counted(expected)}: the rewriter and "
+            "the plan disagree; please report the model"
+        )
+
+
+class _Checker:
+    """One graph being checked."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        values: dict[str, TracedValue],
+        analysis: Analysis,
+        decision: Decision,
+    ) -> None:
+        self.graph, self.values = graph, values
+        self.analysis, self.decision = analysis, decision
+        self.uses = {node.name: use for node, use in analysis.uses.items()}
+        self.emitted = {node.name: node for node in graph.nodes}
+        self.program = {node.name: node for node in analysis.program.graph.nodes}
+
+    def node(self, node: fx.Node) -> None:
+        """Check one node of the rewritten graph."""
+        namespace, op = _name(node)
+        if namespace == "autotp" and op in _OPS:
+            self._conversion(node, *_OPS[op])
+        elif namespace == "_c10d_functional" and op in _RAW:
+            self._raw(node, op)
+        elif node.op == "get_attr" and node.target in self.decision.parameters:
+            self._parameter(node)
+        elif node.op == "call_function" and node.name in self.uses:
+            self._use(node, self.uses[node.name])
+
+    def outputs(self) -> None:
+        """Check that what leaves the graph is replicated."""
+        for node in _output(self.graph).all_input_nodes:
+            claimed = self._claim(node)
+            if claimed.kind != "R":
+                raise VerifyError(
+                    f"{_at(node)}: leaves the graph as {claimed}, but outputs must be R on every rank: "
+                    "a reduction or gather is missing before it"
+                )
+
+    def flows(self, node: fx.Node) -> bool:
+        """Whether a gradient flows through an emitted value."""
+        traced = self.values.get(node.name)
+        if traced is None:
+            return False
+        origin = self.program[traced.origin]
+        return (origin, traced.item) in self.analysis.differentiable
+
+    def _claim(self, node: fx.Node) -> Placement:
+        traced = self.values.get(node.name)
+        return traced.placement if traced else REPLICATED
+
+    def _parameter(self, node: fx.Node) -> None:
+        wanted = self.decision.parameters[str(node.target)]
+        traced = self.values.get(node.name)
+        if traced is not None and traced.placement != wanted:
+            raise VerifyError(
+                f"{_at(node)}: parameter {node.target} is laid out {wanted}, the graph reads it as "
+                f"{traced.placement}"
+            )
+
+    def _conversion(self, node: fx.Node, source: Kind, target: Kind) -> None:
+        read = cast(fx.Node, node.args[0])
+        claimed = self._claim(read)
+        if claimed.kind != source:
+            raise VerifyError(
+                f"{_at(node)}: converts {source} to {target}, but {read.name} is {claimed}"
+            )
+        made = self.values.get(node.name)
+        if made is not None and made.placement.kind != target:
+            raise VerifyError(f"{_at(node)}: gives {target}, but is taken for {made.placement}")
+        self._cuts(node, read, made)
+
+    def _cuts(self, node: fx.Node, read: fx.Node, made: TracedValue | None) -> None:
+        """The dims and splits written into a conversion are those of the placements it joins."""
+        before = self.values.get(read.name)
+        wanted: list[Any] = []
+        for traced in (before, made):
+            if traced is not None and traced.placement.kind == "S":
+                wanted += [traced.placement.dim, list(traced.split or ())]
+        written = list(node.args[1:-1])
+        if written and (before is not None or made is not None) and wanted and written != wanted:
+            raise VerifyError(
+                f"{_at(node)}: cuts (dim, outer, segments …) {written}, but the placements it joins "
+                f"are cut {wanted}: a wrong slice"
+            )
+
+    def _raw(self, node: fx.Node, op: str) -> None:
+        claimed = self._claim(_past_casts(cast(fx.Node, node.args[0]), self.values))
+        wanted = "P" if op == "all_reduce" else "S"
+        if claimed.kind != wanted:
+            raise VerifyError(f"{_at(node)}: {op} of a value that is {claimed}, not {wanted}")
+
+    def _use(self, node: fx.Node, use: Use) -> None:
+        strategy = self.decision.strategies[use.node]
+        for k, operand in enumerate(use.operands):
+            found = _argument(node, operand)
+            if not isinstance(found, fx.Node) or found.name not in self.emitted:
+                continue
+            claimed, wanted = self._operand_claim(found, operand), strategy.operands[k]
+            if claimed != wanted:
+                raise VerifyError(
+                    f"{_at(node)}: operand {k} ({found.name}) is {claimed}, but strategy "
+                    f"{strategy.label} of {use.node.target} reads it as {wanted}: "
+                    f"{_advice(claimed, wanted)}"
+                )
+
+    def _operand_claim(self, found: fx.Node, operand: Operand) -> Placement:
+        """The placement of an operand; a sliced constant claims what its conversion says."""
+        if found.name in self.values:
+            return self.values[found.name].placement
+        namespace, op = _name(found)
+        if namespace == "autotp" and op == "scatter":
+            return self._constant_cut(found, operand)
+        return PARTIAL if (namespace, op) == ("autotp", "keep_first") else REPLICATED
+
+    def _constant_cut(self, found: fx.Node, operand: Operand) -> Placement:
+        dim, written = cast(int, found.args[1]), tuple(cast("list[int]", found.args[2]))
+        forest = self.analysis.forest
+        for axis in forest.leaves(operand.dims[dim]):
+            split = forest.split(operand.dims[dim], axis)
+            if split is not None and split.encode() == written:
+                return Placement("S", dim, axis.name)
+        return REPLICATED
+
+
+def _argument(node: fx.Node, operand: Operand) -> object:
+    at = operand.argument
+    if isinstance(at, int):
+        given = node.args[at] if at < len(node.args) else None
+    else:
+        given = node.kwargs.get(at)
+    if operand.item < 0:
+        return given
+    return given[operand.item] if isinstance(given, list | tuple) else None
+
+
+def _collectives(graph: fx.Graph, *, training: bool, differentiable: Any) -> Iterator[tuple[str, str]]:
+    """(kind, phase) of every collective that one call, and its backward pass, runs."""
+    for node in graph.nodes:
+        namespace, op = _name(node)
+        if namespace == "_c10d_functional" and op in _RAW:
+            yield _RAW[op], "forward"
+        elif namespace == "autotp" and op in _OPS:
+            conversion = CONVERSIONS[_OPS[op]]
+            if conversion.forward in COLLECTIVES:
+                yield conversion.forward, "forward"
+            if training and conversion.backward in COLLECTIVES and differentiable(node):
+                yield conversion.backward, "backward"
+        elif namespace == "autotp" and op == "share_gradients":
+            wider = node.kwargs.get("dtype")
+            for _ in {wider or n.meta["val"].dtype for n in cast("list[fx.Node]", node.args[0])}:
+                yield "all_reduce", "backward"
+
+
+def _name(node: fx.Node) -> tuple[str, str]:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return "", ""
+    namespace, _, name = node.target._schema.name.partition("::")
+    return namespace, name
+
+
+def _past_casts(node: fx.Node, values: dict[str, TracedValue]) -> fx.Node:
+    while node.name not in values and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _advice(claimed: Placement, wanted: Placement) -> str:
+    if claimed.kind == "P":
+        return "a reduction is missing"
+    if (claimed.kind, wanted.kind) == ("R", "R~"):
+        return "its gradient would not be summed over the ranks"
+    if (claimed.kind, wanted.kind) == ("R", "P"):
+        return "every rank would add it"
+    return "a conversion is missing or wrong"
+
+
+def _counted(counts: Counter[tuple[str, str]]) -> str:
+    found = sorted((f"{n} {kind} {phase}" for (kind, phase), n in counts.items()))
+    return ", ".join(found) or "no collective"
+
+
+def _at(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((entry[0] for entry in reversed(stack.values())), "")
+    return f"node {node.name}" + (f" in {path}" if path else "")
+
+
+def _output(graph: fx.Graph) -> fx.Node:
+    return next(n for n in reversed(graph.nodes) if n.op == "output")
+
+

@@ -1,0 +1,74 @@
+"""Symbolic sizes: read off FakeTensors into monomials, and priced at the sizes of real inputs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+
+from autotp.core.size import Size
+from autotp.program import Program
+
+__all__ = ["Pricing", "Sizes"]
+
+
+class Sizes:
+    """Turns shapes into sizes; each distinct symbolic expression is read once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Size] = {}
+
+    def of(self, meta: torch.Tensor) -> tuple[Size, ...]:
+        """The sizes of a (fake or meta) tensor's dims."""
+        return tuple(Size(s) if type(s) is int else self._symbolic(s) for s in meta.shape)
+
+    def _symbolic(self, size: Any) -> Size:
+        expression = size.node.expr
+        found = self.known.get(expression)
+        if found is None:
+            found = self.known[expression] = _monomial(expression)
+        return found
+
+
+class Pricing:
+    """The bytes of a program's values when its inputs have the sizes of `inputs`."""
+
+    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.symbols: dict[Any, Any] = {}
+        self.known: dict[Any, int] = {}
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and str(node.target) in inputs:
+                given = inputs[str(node.target)]
+                for size, real in zip(node.meta["val"].shape, given.shape, strict=True):
+                    if type(size) is not int and size.node.expr.is_Symbol:
+                        self.symbols[size.node.expr] = sympy.Integer(real)
+
+    def bytes(self, meta: torch.Tensor) -> int:
+        """The bytes of the whole tensor."""
+        count = meta.element_size()
+        for size in meta.shape:
+            count *= size if type(size) is int else self._value(size)
+        return count
+
+    def _value(self, size: Any) -> int:
+        expression = size.node.expr
+        found = self.known.get(expression)
+        if found is None:
+            priced = expression.xreplace(self.symbols)
+            found = int(priced) if priced.is_Integer else size.node.hint or 1
+            self.known[expression] = found
+        return found
+
+
+def _monomial(expression: Any) -> Size:
+    if expression.is_Integer:
+        return Size(int(expression))
+    coefficient, symbols = 1, list[str]()
+    for factor in expression.args if expression.is_Mul else (expression,):
+        if factor.is_Integer:
+            coefficient *= int(factor)
+        elif factor.is_Pow and factor.exp.is_Integer and factor.exp > 0:
+            symbols += [str(factor.base)] * int(factor.exp)
+        else:
+            symbols.append(str(factor))
+    return Size(coefficient, tuple(sorted(symbols)))
