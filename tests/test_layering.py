@@ -1,0 +1,72 @@
+"""Imports run downward only, and the other laws of the house; a planted violation is seen."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.layering import violations
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_house_keeps_its_laws() -> None:
+    assert [] == violations(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "seen"),
+    [
+        ("autotp/core/cost.py", "import torch", "core imports torch"),
+        ("autotp/core/cost.py", "from autotp import rulebook", "core imports autotp.rulebook"),
+        ("autotp/errors.py", "import autotp.core.plan", "errors imports autotp.core.plan"),
+        ("autotp/run/new.py", "from autotp.passes import solve", "run imports autotp.passes.solve"),
+        ("autotp/run/new.py", "from autotp.show.units import x", "run imports autotp.show.units"),
+        ("autotp/show/new.py", "import autotp.passes.solve", "show imports autotp.passes.solve"),
+        ("autotp/passes/solve.py", "import autotp.pipeline", "passes imports autotp.pipeline"),
+        (
+            "autotp/passes/solve.py",
+            "from autotp.passes.analyse import x",
+            "stage solve imports stage analyse",
+        ),
+        (
+            "autotp/passes/solve.py",
+            "from autotp.passes import capture_inputs",
+            "stage solve imports stage capture",
+        ),
+        (
+            "autotp/core/cost.py",
+            "def f() -> None:\n    import json",
+            "f imports json inside a function",
+        ),
+        (
+            "autotp/core/cost.py",
+            "import importlib\ndef f() -> None:\n    importlib.import_module('torch')",
+            "f imports torch when called",
+        ),
+        ("autotp/core/utils.py", "X = 1", "a file called utils"),
+        ("autotp/new.py", "X = 1", "new has no place in the layers"),
+        ("autotp/core/cost.py", "class PlanManager: ...", "a class called PlanManager"),
+        ("autotp/core/cost.py", "KIND = 'llama'", "names a model family: llama"),
+        ("autotp/core/cost.py", "def is_gpt2() -> None: ...", "names a model family: gpt2"),
+        ("autotp/core/cost.py", "print('x')", "calls print"),
+        ("autotp/core/cost.py", "X = 1\n" * 400, "more than 400"),
+        ("rules/machines/h100.toml", "kind = 'Qwen2Model'", "names a model family: Qwen"),
+    ],
+)
+def test_a_planted_violation_is_seen(tmp_path: Path, where: str, code: str, seen: str) -> None:
+    for name in ("autotp", "rules"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    path = tmp_path / where
+    before = path.read_text() if path.exists() else ""
+    path.write_text(f"{before}\n{code}\n")
+    new = [line for line in violations(tmp_path) if line not in violations(ROOT)]
+
+    assert any(seen in line and line.startswith(where) for line in new)
+
+
+def test_prose_may_name_a_family(tmp_path: Path) -> None:
+    (tmp_path / "autotp").mkdir()
+    (tmp_path / "autotp" / "errors.py").write_text('"""As in Llama."""\n')
+
+    assert [] == violations(tmp_path)
