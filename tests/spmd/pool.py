@@ -47,7 +47,7 @@ class Pool:
         """The ids of the running workers, by rank."""
         return [process.pid for process, _ in self._workers if process.pid is not None]
 
-    def run(self, fn: Callable[..., Any], *args: object, timeout: float = 120.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: object, timeout: float = 240.0) -> list[Any]:
         """What `fn(rank, world, *args)` returned on each rank.
 
         Constraints:

@@ -19,10 +19,11 @@ Pools = Callable[[int], Pool]
 Cut = tuple[int, Split]
 
 OPS = torch.ops.autotp
-SHAPE = (12, 144, 2)
+SHAPE = (24, 144, 2)
 COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 CUTS: dict[str, Cut] = {
-    "rows": (0, block(12)),
+    "rows": (0, block(24)),
+    "inner rows": (0, Split(1, (Segment(2, 12, 1),))),
     "columns": (1, block(144)),
     "outer axis": (-2, Split(1, (Segment(1, 12, 12),))),
     "inner axis": (1, Split(1, (Segment(12, 12, 1),))),
@@ -31,7 +32,12 @@ CUTS: dict[str, Cut] = {
     "repeated segments": (1, Split(2, (Segment(2, 12, 2), Segment(1, 24, 1)))),
     "a whole segment": (1, Split(1, (Segment(1, 12, 4), Segment(1, 0, 48), Segment(1, 48, 1)))),
 }
-ACROSS = {"rows": "columns", "outer axis": "inner axis", "inner axis": "outer axis"}
+ACROSS = {
+    "rows": "columns",
+    "inner rows": "columns",
+    "outer axis": "inner axis",
+    "inner axis": "outer axis",
+}
 """Where `exchange` goes from a cut; from all others it goes to rows."""
 
 

@@ -92,7 +92,7 @@ def shared_gradients(rank: int, world: int, dtype: torch.dtype | None) -> tuple[
     w = whole((3, 2), 1).requires_grad_()
     unused = whole((4,), 2).requires_grad_()
     narrow = whole((2,), 3).float().requires_grad_()
-    frozen = whole((2,), 4)
+    frozen = whole((2,), 4).half()
     xs = OPS.share_gradients([w, frozen, unused, narrow], resolve(world).name, dtype=dtype)
     assert [w.data_ptr(), frozen.data_ptr()] == [xs[0].data_ptr(), xs[1].data_ptr()]
     loss = (xs[0] * (rank + 1)).t().sum() + (xs[1] * xs[3]).sum() * rank
