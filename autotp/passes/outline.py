@@ -1,0 +1,156 @@
+"""One graph per layer: what per-layer sharding, checkpointing, compiling and reading need.
+
+A region (see `outline_regions`) becomes a graph of its own and one `call_module` node of the root.
+Identical layers get identical code: fresh graphs, names from modules and ops, inputs `x0, x1, …`,
+parameters by their name below the layer, and sizes read inside from the tensors at hand, so that no
+integer crosses.
+"""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import fx
+from torch.fx.node import Argument, Target, map_arg
+
+from autotp.passes.outline_regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
+
+__all__ = ["Outlined", "outline"]
+
+Arguments: TypeAlias = tuple[Argument, ...]
+Named: TypeAlias = dict[str, Argument]
+
+_KEPT_META = ("val", "stack_trace", "nn_module_stack")
+
+
+@dataclass(frozen=True, slots=True)
+class Outlined:
+    """A root graph, a graph for each layer path, and where their nodes come from.
+
+    - `root` calls `call_module` at the layer's path; a layer with several results gives a tuple.
+    - `layers`: in the order of the calls; `get_attr` targets are relative to the layer.
+    - `origin`: new node to the name of the flat node whose value it is. A call of a layer with
+      several results has none (its `getitem` nodes have); a size may have several new nodes.
+    """
+
+    root: fx.Graph
+    layers: Mapping[str, fx.Graph]
+    origin: Mapping[fx.Node, str]
+
+
+def outline(graph: fx.Graph) -> Outlined:
+    """The flat `graph` as a root and layers.
+
+    Example: `outline(program.graph).layers["model.layers.0"].python_code("self").src`.
+
+    Constraints:
+    - `graph` is free of mutation: nodes of different regions may change order.
+    - The symbolic sizes of `meta["val"]` are this rank's.
+    - A layer that cannot run in one piece takes in the root's nodes in between; layers that need
+      each other's results in a circle stay in the root.
+    """
+    flat = Flat(graph)
+    units = order(flat)
+    names = _names(graph)
+    root = _Writer(flat, ROOT, names)
+    layers: dict[str, fx.Graph] = {}
+    origin = root.origin
+    for unit in units:
+        if isinstance(unit, fx.Node):
+            root.copy(unit)
+        else:
+            layer = _Writer(flat, unit, names)
+            layers[unit] = layer.layer()
+            origin |= layer.origin
+            root.call(unit)
+    root.graph.lint()
+    return Outlined(root.graph, layers, origin)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes the graph of one region."""
+
+    flat: Flat
+    path: str
+    names: Mapping[fx.Node, str]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    origin: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+
+    def layer(self) -> fx.Graph:
+        """The whole graph of this layer."""
+        for i, node in enumerate(self.flat.needs[self.path]):
+            self._record(node, self.graph.create_node("placeholder", f"x{i}"))
+        for node in self.flat.members[self.path]:
+            self.copy(node)
+        results = tuple(self.new[node] for node in self.flat.outputs[self.path])
+        self.graph.output(results[0] if len(results) == 1 else results)
+        self.graph.lint()
+        return self.graph
+
+    def copy(self, node: fx.Node) -> None:
+        """Adds `node` itself."""
+        args = map_arg(node.args, self._value)
+        kwargs = map_arg(node.kwargs, self._value)
+        self._add(node, node.op, node.target, args, kwargs)
+
+    def call(self, path: str) -> None:
+        """Adds a call of the layer at `path`, with its results."""
+        args = tuple(self._value(node) for node in self.flat.needs[path])
+        call = self.graph.create_node("call_module", path, args)
+        results = self.flat.outputs[path]
+        if len(results) == 1:
+            self._record(results[0], call)
+            return
+        for i, node in enumerate(results):
+            self._record(node, self.graph.call_function(operator.getitem, (call, i)))
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node in self.new:
+            return self.new[node]
+        if node.op == "get_attr":
+            target = str(node.target).removeprefix(f"{self.path}.")
+            return self._add(node, "get_attr", target, (), {})
+        source = self.flat.source(node, self.path)
+        if source is None:
+            self.copy(node)
+            return self.new[node]
+        tensor, dim = source
+        return self._add(node, "call_function", SYM_SIZE, (self._value(tensor), dim), {})
+
+    def _add(
+        self, node: fx.Node, op: str, target: Target, args: Arguments, kwargs: Named
+    ) -> fx.Node:
+        new = self.graph.create_node(op, target, args, kwargs, name=self.names.get(node))
+        self._record(node, new)
+        return new
+
+    def _record(self, node: fx.Node, new: fx.Node) -> None:
+        new.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        if not module_paths(node):
+            new.meta.pop("nn_module_stack", None)
+        self.origin[new] = node.name
+        self.new[node] = new
+
+
+def _names(graph: fx.Graph) -> dict[fx.Node, str]:
+    """What to call each result: by its module if it is what a leaf module gives, else by its op."""
+    parents = {path for node in graph.nodes for path in module_paths(node)[:-1]}
+    names = {n: n.name for n in graph.nodes if n.op == "placeholder"}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            names[node] = _module_name(node, parents) or op_name(node).split("::")[-1].strip("_")
+    return names
+
+
+def _module_name(node: fx.Node, parents: set[str]) -> str:
+    path = _inner(node)
+    name = path.rpartition(".")[2]
+    leaves = path not in parents and all(_inner(user) != path for user in node.users)
+    return name if leaves and not name.isdigit() else ""
+
+
+def _inner(node: fx.Node) -> str:
+    return (module_paths(node) or [""])[-1]

@@ -1,0 +1,44 @@
+"""Graphs as Python functions: the same code is the same function, in every layer and variant.
+
+That one identity is what lets a compiler treat thirty-two layers as one.
+"""
+
+import hashlib
+import linecache
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias
+
+from torch import fx
+
+__all__ = ["Function", "duplicate", "function"]
+
+# Any: a generated function takes whatever tensors its graph takes.
+Function: TypeAlias = Callable[..., Any]
+
+
+def function(graph: fx.Graph) -> Function:
+    """The graph as a function of a module and the graph's inputs.
+
+    Example: `function(layer_graph)(layer, hidden, cos, sin, mask)`.
+    """
+    code = graph.python_code("self")
+    return _function(code.src.strip() + "\n", tuple(code.globals.items()))
+
+
+def duplicate(graph: fx.Graph) -> fx.Graph:
+    """A copy with nodes of its own, flat in and flat out."""
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+@cache
+def _function(source: str, names: tuple[tuple[str, Any], ...]) -> Function:
+    digest = hashlib.sha256(source.encode()).hexdigest()[:12]
+    file = f"<autotp graph {digest}>"
+    # tracebacks and debuggers show the lines of generated code only from here
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    scope = dict(names)
+    exec(compile(source, file, "exec"), scope)
+    return scope["forward"]

@@ -1,0 +1,106 @@
+"""The layers of a sharded model, and what neither they nor the whole model can do."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import nn
+
+from autotp.errors import PlanError
+from autotp.run.function import Function
+
+__all__ = ["Baked", "Layer", "identity", "layer_class"]
+
+T = TypeVar("T", bound=nn.Module)
+
+
+class Baked(nn.Module):
+    """A module with dtypes and device baked into its code; copies share it, pickles do not exist."""
+
+    def _apply(self: T, fn: Callable[..., torch.Tensor], recurse: bool = True) -> T:
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            if tensor.is_floating_point():
+                _check_change(type(self).__name__, name, tensor, fn)
+                break
+        return super()._apply(fn, recurse)
+
+    def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
+        """A copy with its own parameters and the same generated code."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuses: the class and its code are made at run time."""
+        raise PlanError(
+            f"{type(self).__name__}: a sharded model cannot be pickled, since its class and code "
+            "are made at run time. Save its state_dict() instead, or copy it with copy.deepcopy."
+        )
+
+
+class Layer(Baked):
+    """A layer of a sharded model: one function a variant, chosen by the caller."""
+
+    functions: dict[str, Function]
+
+    def add(self, new: Function) -> str:
+        """The name under which this layer runs `new`, the same for the same function."""
+        for name, known in self.functions.items():
+            if known is new:
+                return name
+        name = f"v{len(self.functions)}"
+        self.functions[name] = new
+        return name
+
+    def forward(  # a layer takes and gives what its graph does
+        self,
+        *args: Any,  # noqa: ANN401
+        variant: str | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """What the layer's part of the graph gives."""
+        if variant is None or kwargs:
+            raise PlanError(
+                f"{type(self).__name__}: a layer of a sharded model runs only inside the whole "
+                f"model, whose code names its variant ({', '.join(self.functions)}). "
+                "Call the whole model."
+            )
+        return self.functions[variant](self, *args)
+
+    def train(self: T, mode: bool = True) -> T:
+        """The layer itself; refuses a mode that is not the whole model's."""
+        if mode != self.training:
+            word = "train" if mode else "eval"
+            raise PlanError(
+                f"{type(self).__name__}: {word}() on one layer of a sharded model has no effect, "
+                f"since the whole model chooses its code. Call {word}() on the whole model."
+            )
+        return self
+
+
+@functools.cache
+def layer_class(original: type[nn.Module]) -> type[Layer]:
+    """The class of sharded layers of class `original`; one a class, since compilers guard on it."""
+    return type(original.__name__, (Layer, original), identity(original))
+
+
+def identity(original: type[nn.Module]) -> dict[str, Any]:
+    """The attributes by which a class is known: module, qualified name and documentation."""
+    names = ("__module__", "__qualname__", "__doc__")
+    return {name: getattr(original, name) for name in names}
+
+
+def _check_change(
+    model: str, name: str, tensor: torch.Tensor, change: Callable[..., torch.Tensor]
+) -> None:
+    """Raises if `change` alters dtype or device, tried on an empty tensor of the same kind."""
+    old = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    new = change(old)
+    if (new.dtype, new.device) != (old.dtype, old.device):
+        raise PlanError(
+            f"{model}: {name} is {old.dtype} on {old.device}, and so is the code; it cannot become "
+            f"{new.dtype} on {new.device}. Convert the whole model first, then parallelize it."
+        )

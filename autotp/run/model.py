@@ -1,0 +1,228 @@
+"""The sharded model: an instance of the model's own class whose forward runs generated code.
+
+One tree of modules holds all parameters, at the model's own paths. Each variant (inputs present,
+mode, constants) adds one function to the root and one to each layer. The root's code names the
+layer's variant as a constant, so nothing is set for the duration of a call: recomputation in a
+backward pass, threads and exceptions find the right function with no further care.
+"""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import torch
+from torch import fx, nn
+
+from autotp.core.plan import Plan
+from autotp.errors import CaptureError, PlanError
+from autotp.program import Program
+from autotp.run.function import duplicate, function
+from autotp.run.layer import Baked, Layer, identity, layer_class
+from autotp.run.source import source
+from autotp.run.variant import Graphs, Signature, Variant, key_of
+from autotp.run.view import view
+
+__all__ = ["Layer", "MakeVariant", "ShardedModel", "State"]
+
+T = TypeVar("T", bound=nn.Module)
+_CAPTURING = threading.RLock()
+
+
+MakeVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]
+"""Captures the model for the given inputs in its present mode, and calls `add_variant`."""
+
+
+@dataclass(slots=True, eq=False)
+class State:
+    """What a sharded model knows beside its parameters."""
+
+    plan: Plan
+    rank: int
+    device: torch.device
+    make_variant: MakeVariant
+    variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "State":
+        """A state that shares plans, variants and the maker, and can grow on its own."""
+        variants = {key: list(found) for key, found in self.variants.items()}
+        return State(self.plan, self.rank, self.device, self.make_variant, variants)
+
+    def all(self) -> dict[str, Variant]:
+        """Each variant by its key; further ones of the same key are numbered."""
+        return {
+            key if i == 1 else f"{key} ({i})": variant
+            for key, found in self.variants.items()
+            for i, variant in enumerate(found, 1)
+        }
+
+
+class ShardedModel(Baked):
+    """One rank's part of a model: the model's class, names and outputs, the rank's parameters.
+
+    Made by `autotp.parallelize`. `isinstance(sharded, type(model))` holds too.
+
+    - `train()` and `eval()` switch the whole model. A plan without training holds no gradients.
+    - Inputs not seen before are captured on first use; `prepare(**inputs)` does so beforehand.
+    - Only the whole model can be called; its submodules hold parameters, hooks and configuration.
+    """
+
+    sharded_state: State
+    sharded_signature: Signature
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the parameters follow."""
+        return self.sharded_state.plan
+
+    @property
+    def plans(self) -> dict[str, Plan]:
+        """The plan of each variant, by its key, e.g. `"input_ids, labels · train"`."""
+        return {key: variant.plan for key, variant in self.sharded_state.all().items()}
+
+    @property
+    def variants(self) -> dict[str, Variant]:
+        """The variants captured so far, by key, the first of them the one planned for."""
+        return self.sharded_state.all()
+
+    @property
+    def rank(self) -> int:
+        """The place of this part in the tensor-parallel group."""
+        return self.sharded_state.rank
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The first variant as a GraphModule that shares the parameters; made anew each time."""
+        return self.view()
+
+    def view(self, key: str | None = None) -> fx.GraphModule:
+        """A variant as a GraphModule that shares the parameters: it runs, prints, copies, exports.
+
+        It takes the tensor inputs by name and returns the model's output type.
+        """
+        return view(self, self._known(key))
+
+    def code(self, key: str | None = None) -> str:
+        """A variant as a Python module to read: the root, then each distinct layer once."""
+        return source(self._known(key))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """What the model's own forward returns, computed by this rank and its group."""
+        inputs = self.sharded_signature.bind(args, kwargs)
+        return self._variant(inputs).run(self, inputs)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Captures what a call with these arguments needs in the present mode; runs nothing."""
+        self._variant(self.sharded_signature.bind(args, kwargs))
+
+    def key(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
+        """The key of a call with these arguments in the present mode."""
+        return self._key(self.sharded_signature.bind(args, kwargs))
+
+    def add_variant(self, key: str, program: Program, outlined: Graphs, plan: Plan) -> None:
+        """Makes `program`, outlined, what calls of `key` run where its guards hold."""
+        for name, tensor in program.lifted.items():
+            if name not in self._buffers:
+                self.register_buffer(name, tensor.to(self.sharded_state.device), persistent=False)
+        names = {path: self._layer(path).add(function(g)) for path, g in outlined.layers.items()}
+        graph = duplicate(outlined.root)
+        for node in graph.nodes:
+            if node.op == "call_module":
+                node.kwargs = {"variant": names[node.target]}
+        variant = Variant.of(key, program, outlined, plan, graph)
+        self.sharded_state.variants.setdefault(key, []).append(variant)
+
+    def train(self: T, mode: bool = True) -> T:
+        """The model itself, in the mode asked for, which chooses among its graphs."""
+        model = cast("ShardedModel", self)
+        if mode and not model.plan.training:
+            model._refuse_gradients("train() was called")
+        for module in self.modules():
+            module.training = mode
+        return self
+
+    def requires_grad_(self: T, requires_grad: bool = True) -> T:
+        """The model itself, with all its parameters trained, or none."""
+        model = cast("ShardedModel", self)
+        if requires_grad and not model.plan.training:
+            model._refuse_gradients("requires_grad_() was called")
+        return super().requires_grad_(requires_grad)
+
+    def _variant(self, inputs: Mapping[str, Any]) -> Variant:
+        if not self.plan.training:
+            for name, value in inputs.items():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    self._refuse_gradients(f"the input {name!r} requires grad")
+        key = self._key(inputs)
+        return self._find(key, inputs) or self._made(key, inputs)
+
+    def _find(self, key: str, inputs: Mapping[str, Any]) -> Variant | None:
+        for variant in self.sharded_state.variants.get(key, ()):
+            if variant.holds(inputs):
+                return variant
+        return None
+
+    def _made(self, key: str, inputs: Mapping[str, Any]) -> Variant:
+        if torch.compiler.is_compiling():
+            raise CaptureError(self._unseen(key) + " Call prepare(**inputs) before compiling.")
+        with _CAPTURING:
+            found = self._find(key, inputs)
+            if found is None:
+                self.sharded_state.make_variant(self, inputs)
+                found = self._find(key, inputs)
+        if found is None:
+            raise CaptureError(
+                self._unseen(key) + " Capturing at these sizes gave no graph for them."
+            )
+        return found
+
+    def _unseen(self, key: str) -> str:
+        known = "; ".join(self.sharded_state.variants) or "none"
+        return (
+            f"{type(self).__name__}: no graph for these sizes of ({key}); captured so far: {known}."
+        )
+
+    def _key(self, inputs: Mapping[str, Any]) -> str:
+        return key_of(self.sharded_signature.model, inputs, self.training)
+
+    def _known(self, key: str | None) -> Variant:
+        variants = self.sharded_state.all()
+        if key is None and variants:
+            return next(iter(variants.values()))
+        if key not in variants:
+            raise PlanError(
+                f"{type(self).__name__}: no variant {key!r}; captured so far: "
+                f"{'; '.join(variants) or 'none'}. Call prepare(**inputs) to add one."
+            )
+        return variants[key]
+
+    def _layer(self, path: str) -> Layer:
+        module = self.get_submodule(path)
+        if not isinstance(module, Layer):
+            module.__class__ = layer_class(type(module))
+            cast(Layer, module).functions = {}
+        return cast(Layer, module)
+
+    def _refuse_gradients(self, what: str) -> NoReturn:
+        raise PlanError(
+            f"{type(self).__name__}: {what}, but the plan has no backward pass. "
+            "Pass training=True when parallelizing."
+        )
+
+
+@functools.cache
+def model_class(original: type[nn.Module]) -> type[ShardedModel]:
+    """The class of sharded models of class `original`, with its signature."""
+
+    def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return ShardedModel.forward(self, *args, **kwargs)
+
+    # a code object of its own: a compiler counts recompilations, up to its limit, by code object
+    forward = FunctionType(call.__code__.replace(), call.__globals__, "forward")
+    forward.__doc__ = original.forward.__doc__
+    setattr(forward, "__signature__", inspect.signature(original.forward))  # noqa: B010
+    own = {"forward": forward, "sharded_signature": Signature.of(original)}
+    return type(original.__name__, (ShardedModel, original), identity(original) | own)

@@ -1,0 +1,110 @@
+"""The tree of modules that holds a rank's parameters: the model's own, with other tensors in it.
+
+The copy is made by `copy.deepcopy` with a memo that answers for every parameter and buffer, so a
+whole weight is never copied, and names, order, ties, hooks and non-persistent buffers are the
+model's by construction.
+"""
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.core.plan import Plan
+from autotp.errors import PlanError, WeightsError
+from autotp.run.model import MakeVariant, ShardedModel, State, model_class
+
+__all__ = ["build_tree"]
+
+
+def build_tree(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    make_variant: MakeVariant,
+) -> ShardedModel:
+    """A sharded model without variants: the structure of `model` around the local `tensors`.
+
+    Constraints:
+    - `tensors`: one for each parameter, under any of its names, on `device`; buffers may be among
+      them, the others are copied from the model.
+    - Parameters require grad where the plan has a backward pass and the model's do.
+    - `model` is left as it was, and no storage is shared with it.
+    """
+    if isinstance(model, ShardedModel):
+        raise PlanError(
+            f"{type(model).__name__}: is sharded already (rank {model.rank} of {model.plan.tp}). "
+            "Give the whole model."
+        )
+    memo = _parameters(model, tensors, plan.training) | _buffers(model, tensors, device)
+    tree = copy.deepcopy(model, memo)
+    tree.__class__ = model_class(type(model))
+    assert isinstance(tree, ShardedModel)
+    tree.sharded_state = State(plan, rank, device, make_variant)
+    return tree
+
+
+def _parameters(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], training: bool
+) -> dict[int, Any]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {
+        id(whole): nn.Parameter(
+            _own(_given(names, tensors), whole), training and whole.requires_grad
+        )
+        for whole, names in _by_tensor(named)
+    }
+
+
+def _buffers(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[int, Any]:
+    named = model.named_buffers(remove_duplicate=False)
+    return {id(whole): _buffer(whole, names, tensors, device) for whole, names in _by_tensor(named)}
+
+
+def _by_tensor(
+    named: Iterable[tuple[str, torch.Tensor]],
+) -> list[tuple[torch.Tensor, list[str]]]:
+    """Each tensor once, with all its names."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in named:
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def _given(names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    for name in names:
+        if name in tensors:
+            return tensors[name]
+    raise WeightsError(
+        f"{names[0]}: no local tensor among the {len(tensors)} given. Give one under "
+        f"{' or '.join(names)}."
+    )
+
+
+def _buffer(
+    whole: torch.Tensor, names: list[str], tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    for name in names:
+        if name in tensors:
+            return _own(tensors[name], whole)
+    if whole.is_meta and device.type != "meta":
+        raise WeightsError(
+            f"{names[0]}: a buffer of {tuple(whole.shape)} on the meta device has no values to put "
+            f"on {device}. Build the model on a real device, or give the buffer's values."
+        )
+    return whole.detach().to(device, copy=True)
+
+
+def _own(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """The tensor `local`, copied if it is a view of `whole`."""
+    local = local.detach()
+    shared = not local.is_meta and not whole.is_meta
+    shared = shared and local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    return local.clone() if shared else local

@@ -1,0 +1,168 @@
+"""Which graph answers a call: arguments become named inputs, and those, with the mode, a key.
+
+A model has one graph for each set of inputs present, each mode and each choice of constants; sizes
+are free, except where a graph's guards say otherwise.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from autotp.core.plan import Plan
+from autotp.errors import CaptureError
+from autotp.program import Program, broken_guard, named_leaves
+from autotp.run.function import Function, function
+
+__all__ = ["Graphs", "Signature", "Variant", "key_of"]
+
+IGNORED: Mapping[str, object] = {"use_cache": False, "return_dict": True}
+"""Constants that say what every graph does anyway."""
+
+CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
+
+
+class Graphs(Protocol):
+    """A program in layers: what the outliner gives."""
+
+    @property
+    def root(self) -> fx.Graph:
+        """The graph that calls the layers."""
+        ...
+
+    @property
+    def layers(self) -> Mapping[str, fx.Graph]:
+        """The graph of each layer path."""
+        ...
+
+    @property
+    def origin(self) -> Mapping[fx.Node, str]:
+        """New node to the name of the flat node whose value it is."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a model's forward takes: names in order, defaults, whether it takes any name at all."""
+
+    model: str
+    names: tuple[str, ...]
+    defaults: Mapping[str, object]
+    takes_any: bool
+
+    @staticmethod
+    def of(model: type[nn.Module]) -> "Signature":
+        """The signature of the forward of `model`."""
+        parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+        named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        defaults = {p.name: p.default for p in named if p.default is not p.empty}
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return Signature(model.__name__, tuple(p.name for p in named), defaults, takes_any)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name, without those that change nothing.
+
+        Example: `bind((ids,), {"labels": None, "use_cache": False})` is `{"input_ids": ids}`.
+        """
+        if len(args) > len(self.names):
+            raise CaptureError(
+                f"{self.model}: called with {len(args)} positional arguments, its forward names "
+                f"{len(self.names)}. Pass them by name."
+            )
+        given = dict(zip(self.names, args, strict=False))
+        for name, value in kwargs.items():
+            self._check_name(name, given)
+            given[name] = value
+        return {name: value for name, value in given.items() if not self._is_idle(name, value)}
+
+    def _check_name(self, name: str, given: Mapping[str, Any]) -> None:
+        if name in given:
+            raise CaptureError(
+                f"{self.model}: {name!r} is given twice, by position and by name. Leave one out."
+            )
+        if name not in self.names and not self.takes_any:
+            raise CaptureError(
+                f"{self.model}: its forward does not take {name!r}, only {', '.join(self.names)}. "
+                "Leave it out."
+            )
+
+    def _is_idle(self, name: str, value: object) -> bool:
+        if value is None:
+            return True
+        if not isinstance(value, CONSTANTS):
+            return False
+        return _same(value, IGNORED.get(name)) or _same(value, self.defaults.get(name))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Variant:
+    """One graph of a sharded model: `function(model, *inputs)` gives its flat outputs.
+
+    - `key`: what it answers to; several variants share a key when their guards differ.
+    - `graph`: the root's graph as it runs, each layer called with its variant as a constant.
+    - `conditions`: the program's guards as functions, which a compiler can trace.
+    """
+
+    key: str
+    program: Program
+    outlined: Graphs
+    plan: Plan
+    graph: fx.Graph
+    function: Function
+    conditions: tuple[Callable[..., bool], ...]
+
+    @staticmethod
+    def of(key: str, program: Program, outlined: Graphs, plan: Plan, graph: fx.Graph) -> "Variant":
+        """The variant that runs `graph`, the root's, with its function and conditions."""
+        guards = (f"lambda L, torch, math: {guard.expression}" for guard in program.guards)
+        conditions = tuple(map(eval, guards))
+        return Variant(key, program, outlined, plan, graph, function(graph), conditions)
+
+    def holds(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the graph is the model's at the sizes of `inputs`."""
+        if (
+            torch.compiler.is_compiling()
+        ):  # plain code, which a compiler turns into guards of its own
+            return all(condition(inputs, torch, math) for condition in self.conditions)
+        return broken_guard(self.program, inputs) is None
+
+    def run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        """What the model's forward returns for `inputs`."""
+        leaves = named_leaves(inputs)
+        flat = self.function(model, *[leaves[name] for name in self.program.inputs])
+        return pytree.tree_unflatten(flat, self.program.out_spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Variant":
+        """The variant itself: it holds no state."""
+        return self
+
+
+def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
+    """The key of a call: tensors by name, constants with their value, then the mode.
+
+    Example: `"attention_mask, input_ids, logits_to_keep=1 · eval"`.
+    """
+    words: list[str] = []
+    for name, value in inputs.items():
+        if not isinstance(value, (torch.Tensor, *CONSTANTS)):
+            words.append(f"{name}: {pytree.tree_structure(value)}")
+    for name, leaf in named_leaves(inputs).items():
+        if isinstance(leaf, torch.Tensor):
+            words.append(name)
+        elif isinstance(leaf, CONSTANTS):
+            words.append(f"{name}={leaf!r}")
+        else:
+            raise CaptureError(
+                f"{model}: the input {name!r} is a {type(leaf).__name__}; a graph takes tensors "
+                "(also in tuples, lists and dicts), numbers, strings and dtypes. Pass one of those."
+            )
+    return f"{', '.join(sorted(words))} · {'train' if training else 'eval'}"
+
+
+def _same(value: object, other: object) -> bool:
+    return type(value) is type(other) and value == other

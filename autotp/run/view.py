@@ -1,0 +1,69 @@
+"""One variant of a sharded model as an ordinary `fx.GraphModule`: to read, export and transform.
+
+Views are made on demand and own nothing: containers without code hold the tree's parameters.
+"""
+
+# pyright: reportPrivateUsage=false
+# torch has no public way to share a module's tensors, nor to name a GraphModule's inputs
+
+from collections.abc import Iterable
+
+from torch import fx, nn
+from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
+from torch.utils import _pytree as pytree
+
+from autotp.program import Program
+from autotp.run.function import duplicate
+from autotp.run.variant import Variant
+
+__all__ = ["view"]
+
+
+def view(tree: nn.Module, variant: Variant) -> fx.GraphModule:
+    """The variant as a GraphModule of GraphModules, one at each layer's path.
+
+    It takes the tensor inputs by name and returns what the model returns.
+    """
+    root = _with_graph(tree, duplicate(variant.outlined.root))
+    root.training = variant.program.training
+    for path, graph in variant.outlined.layers.items():
+        parent, _, name = path.rpartition(".")
+        root.get_submodule(parent)._modules[name] = _with_graph(
+            tree.get_submodule(path), duplicate(graph)
+        )
+    root.graph.set_codegen(_PyTreeCodeGen(_calling(root.graph, variant.program)))
+    root.recompile()
+    return root
+
+
+def _with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    result = fx.GraphModule(nn.Module(), fx.Graph(), type(module).__name__)
+    _share(module, result)
+    result.graph = graph
+    return result
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    result = nn.Module()
+    _share(module, result)
+    return result
+
+
+def _share(module: nn.Module, result: nn.Module) -> None:
+    """Gives `result` the parameters, buffers and bare children of `module`."""
+    result.training = module.training
+    result._parameters.update(module._parameters)
+    result._buffers.update(module._buffers)
+    result._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+    result._modules.update({n: _bare(child) for n, child in _children(module)})
+
+
+def _children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return ((name, child) for name, child in module._modules.items() if child is not None)
+
+
+def _calling(graph: fx.Graph, program: Program) -> _PyTreeInfo:
+    """How the view is called: each placeholder by name; how it returns: as the model does."""
+    names = [node.name for node in graph.nodes if node.op == "placeholder"]
+    spec = pytree.tree_structure(((), dict.fromkeys(names, 0)))
+    return _PyTreeInfo(names, spec, program.out_spec)
