@@ -91,7 +91,7 @@ def test_a_pair_is_said_once_with_its_count_layouts_and_collectives() -> None:
 
 
 def test_collectives_are_summed_by_phase() -> None:
-    section = _section(text(PLAN, 160), "Collectives of one forward and backward")
+    section = _section(text(PLAN, 160), "Collectives")
     rows = [" ".join(line.split()) for line in section.splitlines()]
 
     assert "32 forward all-reduce model.layers.*.self_attn.o_proj 33.6 MB 1.88 GB 4.82 ms" in rows

@@ -17,8 +17,7 @@ __all__ = ["collectives", "holdings", "layouts"]
 def collectives(plan: Plan) -> RenderableType:
     """The table of distinct collectives, with the sums of each phase."""
     names = ["×", "collective", "at", "payload", "sent", "time"]
-    call = "forward and backward" if plan.training else "forward"
-    title = f"Collectives of one {call}: payload of each, bytes sent by a rank and time of all"
+    title = "Collectives (payload of one; sent by a rank and time of all)"
     table = titled_table(title, names, right=names[3:])
     for row in collective_rows(plan):
         table.add_row(
@@ -38,11 +37,12 @@ def holdings(plan: Plan) -> RenderableType:
     names = ["memory", "whole model", "largest rank", "share"]
     table = titled_table("What a rank holds", names, right=names[1:])
     whole = _whole_memory(plan)
-    for name, held in plan.memory.items():
-        if held or whole.get(name):
-            alone = whole.get(name, held)
-            cells = (name, bytes_text(alone), bytes_text(held), share_text(held, alone))
-            table.add_row(*map(Text, cells))
+    held = {name: n for name, n in plan.memory.items() if name != "total"}
+    for name, size in [*held.items(), ("total", sum(held.values()))]:
+        alone = whole.get(name, size)
+        if size or alone:
+            cells = (name, bytes_text(alone), bytes_text(size), share_text(size, alone))
+            table.add_row(*map(Text, cells), style="bold" if name == "total" else "")
     return table
 
 
