@@ -6,7 +6,6 @@
 Exit codes: 0 right, 1 wrong or impossible, 2 misused.
 """
 
-import importlib
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autotp import rulebook
+from autotp import pipeline, rulebook
 from autotp.arguments import parsed
 from autotp.core.evidence import Evidence
 from autotp.core.plan import Plan
@@ -64,7 +63,7 @@ def _plan(options: Namespace) -> int:
     model, given = _model(options)
     asked = _asked(model, given, options)
     with _progress(f"planning {options.model} over {options.tp} ranks"):
-        plan: Plan = _pipeline().plan(model, tp=options.tp, **asked)
+        plan: Plan = pipeline.plan(model, tp=options.tp, **asked)
     if options.json != "-":
         printed(render(plan))
     _write_json(options.json, plan.to_json())
@@ -75,7 +74,7 @@ def _dry_run(options: Namespace) -> int:
     model, given = _model(options)
     asked = _asked(model, given, options)
     with _progress(f"rewriting {options.model} for rank {options.rank} of {options.tp}"):
-        files: Mapping[str, str | bytes] = _pipeline().dry_run(
+        files: Mapping[str, str | bytes] = pipeline.dry_run(
             model, tp=options.tp, rank=options.rank, **asked
         )
     plan = Plan.from_json(str(files["plan.json"]))
@@ -94,7 +93,7 @@ def _verify(options: Namespace) -> int:
     found: list[Evidence] = []
     for tp in options.tp:
         with _progress(f"verifying {options.model} over {tp} ranks"):
-            found.append(_pipeline().verify(model, tp=tp, seed=options.seed, **asked))
+            found.append(pipeline.verify(model, tp=tp, seed=options.seed, **asked))
         if options.json != "-":
             printed(render_evidence(found[-1]))
     _write_json(options.json, json.dumps(encode(found), indent=1) + "\n")
@@ -109,10 +108,6 @@ def _rules(options: Namespace) -> int:
     # a row's sets of operands become sorted lists
     _write_json(options.json, json.dumps(listed, indent=1, default=sorted) + "\n")
     return 0
-
-
-def _pipeline() -> Any:  # noqa: ANN401  a module
-    return importlib.import_module("autotp.pipeline")
 
 
 def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:

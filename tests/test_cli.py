@@ -80,7 +80,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ),
         verify=answering("verify", lambda asked: replace(EVIDENCE, tp=asked["tp"])),
     )
-    monkeypatch.setattr(cli, "_pipeline", lambda: fake)
+    monkeypatch.setattr(cli, "pipeline", fake)
     return seen
 
 
@@ -88,7 +88,7 @@ def _refusing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def plan(*_: object, **__: object) -> object:
         raise error
 
-    monkeypatch.setattr(cli, "_pipeline", lambda: SimpleNamespace(plan=plan))
+    monkeypatch.setattr(cli, "pipeline", SimpleNamespace(plan=plan))
 
 
 def test_plan_prints_the_report(
@@ -176,7 +176,7 @@ def test_verify_of_a_wrong_model_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, directory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = replace(EVIDENCE, ok=False, first_divergence="linear_3 at layers.0")
-    monkeypatch.setattr(cli, "_pipeline", lambda: SimpleNamespace(verify=lambda *_, **__: wrong))
+    monkeypatch.setattr(cli, "pipeline", SimpleNamespace(verify=lambda *_, **__: wrong))
     code = cli.main(["verify", directory, "--tp", "2"])
     shown = capsys.readouterr().out
 

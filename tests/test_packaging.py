@@ -1,0 +1,148 @@
+"""The project as a package: what a wheel holds, and that the documents and the files agree."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCES = [
+    "autotp",
+    "rules",
+    "examples",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "constraints.txt",
+]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the unpacked wheel of a clean copy of the sources, as pip would install it."""
+    folder = tmp_path_factory.mktemp("packaging")
+    clean = folder / "clean"
+    for name in SOURCES:
+        source, target = ROOT / name, clean / name
+        target.parent.mkdir(exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, target)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(folder)]
+    subprocess.run([*build, str(clean)], check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob("autotp-*.whl"))) as wheel:
+        wheel.extractall(folder / "site")
+    shutil.rmtree(clean)
+    return folder / "site"
+
+
+def _answer(site: Path, code: str) -> str:
+    """What `code` prints where only the wheel's own files can be found."""
+    # the wheel's folder first, so that an editable installation of the checkout does not answer
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=site.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert 0 == done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
+    code = "from autotp import rulebook; print(rulebook.root(), len(rulebook.load().rows) > 40)"
+
+    assert f"{installed}/autotp/rules True" == _answer(installed, code)
+
+
+def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
+    code = "from autotp import rulebook; from autotp.core.machine import machine_names; "
+    code += "print(*machine_names(rulebook.root()))"
+
+    assert "gloo h100" == _answer(installed, code)
+
+
+def test_an_installed_wheel_finds_its_presets(installed: Path) -> None:
+    code = "from autotp.models import presets_root, preset_names; "
+    code += "print(presets_root(), *preset_names())"
+
+    assert f"{installed}/autotp/presets gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b" == _answer(
+        installed, code
+    )
+
+
+def test_an_installed_wheel_has_its_command(installed: Path) -> None:
+    entry_points = next(installed.glob("autotp-*.dist-info")) / "entry_points.txt"
+
+    assert "autotp = autotp.cli:main" in entry_points.read_text()
+
+
+def test_autotp_is_imported_without_transformers(installed: Path) -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None; import autotp; print(autotp.plan.__name__)"
+    )
+
+    assert "plan" == _answer(installed, code)
+
+
+def test_a_wheel_holds_the_package_alone(installed: Path) -> None:
+    tops = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+
+    assert {"autotp"} == tops
+    assert (installed / "autotp" / "py.typed").is_file()
+
+
+def test_ci_runs_the_test_command_of_the_readme() -> None:
+    commands = re.findall(r"^python3 -m venv .*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    script = (ROOT / ".ci" / "run").read_text().splitlines()
+
+    assert 2 == len(commands)
+    assert commands[1] == script[-1]
+    assert commands[1].endswith("-m pytest")
+
+
+def test_the_command_of_the_readme_runs_a_script_that_exists() -> None:
+    command = re.search(
+        r"python (examples/\S+\.py)$", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+
+    assert command
+    assert (ROOT / command[1]).is_file()
+
+
+def test_constraints_satisfy_the_lower_bounds() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {r.name: r.specifier for r in map(Requirement, lines[1:])}
+    extras = [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
+    wanted = [Requirement(line) for line in [*PROJECT["dependencies"], *extras]]
+
+    for requirement in wanted:
+        if requirement.name == "autotp":
+            continue
+        version = next(iter(pinned[requirement.name])).version
+
+        assert requirement.specifier.contains(version)
+
+
+def test_the_top_level_is_as_agreed() -> None:
+    agreed = {"pyproject.toml", "README.md", "autotp", "rules", "examples", "tests", "docs"}
+    agreed |= {"LICENSE", "constraints.txt"}
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split("\n")
+    tops = {line.split("/")[0] for line in listed if line}
+
+    assert tops <= agreed | {top for top in tops if top.startswith(".")}
