@@ -1,0 +1,113 @@
+"""What the nodes of a rewritten graph are: which values of the captured program, read by whom."""
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from torch import fx, nn
+
+from autotp.core.placement import REPLICATED
+from autotp.core.trace import Trace, TracedValue
+from autotp.program import Program
+from autotp.run.variant import Variant
+from autotp.simulate import OUTPUT, Part, flat_name, op_name, whereabouts
+
+__all__ = ["Emitted", "Value", "whole_part"]
+
+Value: TypeAlias = tuple[str, int]
+"""A value of the captured program: node and which of its results."""
+
+
+def whole_part(whole: nn.Module, program: Program) -> Part:
+    """The captured program on the whole model, as the one part of a walk."""
+    graph = program.graph
+    return Part(whole, graph, {}, {node: node.name for node in graph.nodes}, program.lifted)
+
+
+class Emitted:
+    """What the emitted nodes are: of which values of the program, and who reads them."""
+
+    def __init__(self, variant: Variant, program: Program, trace: Trace) -> None:
+        """The nodes of `variant`, which `trace` says what they are of `program`."""
+        self.variant, self.traced = variant, trace.values
+        graph = program.graph
+        self.values = {node.name: _value(node) for node in graph.nodes}
+        self.tensors = {n.name: str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        self.nodes: dict[str, fx.Node] = {}
+        self.readers: dict[str, list[str]] = {}
+        for path, graph in (
+            *self.variant.outlined.layers.items(),
+            ("", self.variant.outlined.root),
+        ):
+            self._add(path, graph)
+
+    def of(self, name: str) -> TracedValue | None:
+        """What the emitted node is; None for one that has no counterpart."""
+        node = self.nodes.get(name)
+        if name in self.traced or node is None or node.op != "get_attr":
+            return self.traced.get(name)
+        return TracedValue(name, 0, REPLICATED, None)
+
+    def value(self, traced: TracedValue) -> Value:
+        """The value of the program that an emitted one is."""
+        own = self.values.get(traced.origin, (traced.origin, 0))
+        return (own[0], traced.item) if own[1] == 0 else own
+
+    def _add(self, path: str, graph: fx.Graph) -> None:
+        origin = self.variant.outlined.origin
+        for node in graph.nodes:
+            if not _passes_on(path, node):
+                name = flat_name(origin, path, node)
+                self.nodes.setdefault(name, node)
+                for operand in node.all_input_nodes:
+                    self.readers.setdefault(flat_name(origin, path, operand), []).append(name)
+
+    def consumers(self, value: Value, reader: str) -> frozenset[str]:
+        """The nodes of the program that read `value` by way of the emitted node `reader`."""
+        traced = self.traced.get(reader)
+        if reader == OUTPUT:
+            return frozenset([reader])
+        if traced is not None and self.value(traced) != value:
+            return frozenset([self.value(traced)[0]])
+        if op_name(self.nodes[reader].target) == "aten::sym_size":
+            return frozenset()
+        found = (self.consumers(value, further) for further in self.readers.get(reader, ()))
+        return frozenset().union(*found)
+
+    def converts(self, traced: TracedValue, reader: str) -> bool:
+        """Whether the emitted node `reader` only changes the placement of what it reads."""
+        result = self.traced.get(reader)
+        return result is not None and self.value(result) == self.value(traced)
+
+    def described(self, name: str) -> str:
+        """The emitted node `name`: op, module path, source line, and what it reads."""
+        traced = self.of(name)
+        if self.nodes[name].op == "get_attr" and traced is not None:
+            return f"{name} = {self.tensors.get(traced.origin, traced.origin)}"
+        text = whereabouts(self.nodes[name], name)
+        placed = [(n, t) for n in self._operands(name) if (t := self.of(n))]
+        if not placed:
+            return text
+        gone = self._gone({self.value(traced) for _, traced in placed})
+        missing = f" (planned, but not in the graph: {', '.join(gone)})" if gone else ""
+        return f"{text}, which reads {', '.join(f'{n} {t.placement}' for n, t in placed)}{missing}"
+
+    def _gone(self, values: set[Value]) -> list[str]:
+        """Conversions of `values` that were planned, of which the graph has no node."""
+        absent = ((n, t) for n, t in self.traced.items() if n not in self.nodes)
+        return [f"{name} {t.placement}" for name, t in absent if self.value(t) in values]
+
+    def _operands(self, name: str) -> Iterator[str]:
+        return (value for value, readers in self.readers.items() if name in readers)
+
+
+def _value(node: fx.Node) -> Value:
+    """The value that a node of the program is: itself, or a result of the node it takes it from."""
+    origin = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
+    if isinstance(origin, fx.Node) and isinstance(index := node.args[1], int):
+        return origin.name, index
+    return node.name, 0
+
+
+def _passes_on(path: str, node: fx.Node) -> bool:
+    """Whether a node only hands values in or out of a layer."""
+    return node.op == "call_module" or bool(path and node.op in ("placeholder", "output"))

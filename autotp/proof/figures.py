@@ -1,0 +1,129 @@
+"""The figures of one comparison: each output and each parameter's gradient, whole against ranks."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autotp.core.plan import ParameterRecord, Plan
+from autotp.proof.agreement import Difference, disagreement
+from autotp.proof.measure import Results
+
+__all__ = ["Compared", "Figures", "gaps_between"]
+
+
+class Compared(NamedTuple):
+    """What a figure is about."""
+
+    kind: Literal["output", "gradient"]
+    name: str
+
+    def __str__(self) -> str:
+        """E.g. `logits`, `gradient of lm_head.weight`."""
+        return self.name if self.kind == "output" else f"gradient of {self.name}"
+
+
+@dataclass(slots=True)
+class Figures:
+    """All differences of one run; `failure`: why the ranks stopped short, empty if they did not."""
+
+    gaps: dict[Compared, Difference] = field(default_factory=dict[Compared, Difference])
+    collectives: Counter[str] = field(default_factory=Counter[str])
+    failure: str = ""
+
+    def beyond(self, limit: float) -> set[Compared]:
+        """What differs by more than `limit`."""
+        return {about for about, gap in self.gaps.items() if gap.relative > limit}
+
+    def of(self, kind: str) -> dict[str, Difference]:
+        """The differences of all outputs, or of all gradients, by name."""
+        return {about.name: gap for about, gap in self.gaps.items() if about.kind == kind}
+
+
+def gaps_between(
+    whole: Results, ranks: Sequence[Results], plan: Plan | None, negligible: float
+) -> dict[Compared, Difference]:
+    """How far the ranks are from the whole model, in each output and gradient.
+
+    Constraints:
+    - `plan` says how gradients are joined; without one each is whole on every rank.
+    - Gradients below `negligible` × the model's largest one are compared with that: some, such as
+      those of a bias before softmax, are zero but for rounding.
+    """
+    records = _records(plan)
+    floor = negligible * _largest(whole.gradients.values())
+    gaps = {Compared("output", name): gap for name, gap in _outputs(whole, ranks)}
+    return gaps | {
+        Compared("gradient", name): _gradient(whole, ranks, name, records.get(name), floor)
+        for name in whole.gradients
+    }
+
+
+def _outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple[str, Difference]]:
+    """Each output's difference, on the rank where it is largest."""
+    for name in {**whole.outputs, **ranks[0].outputs}:
+        sides = [results.outputs.get(name) for results in (whole, *ranks)]
+        present = [x for x in sides if x is not None]
+        if len(present) < len(sides):
+            yield name, _impossible("it is among the outputs of one side only")
+        elif broken := _broken(present):
+            yield name, _impossible(broken)
+        else:
+            yield name, disagreement(present[0], present[1:], "each")
+
+
+def _gradient(
+    whole: Results,
+    ranks: Sequence[Results],
+    name: str,
+    record: ParameterRecord | None,
+    floor: float,
+) -> Difference:
+    """One parameter's difference: of the join if it is split, on the worst rank if it is not.
+
+    Constraints: no gradient counts as zeros.
+    """
+    sides = [results.gradients[name] for results in (whole, *ranks)]
+    like = next((x for x in sides if x is not None), None)
+    if like is None:
+        return Difference(0.0, 0.0)
+    shapes = (
+        [record.shape, *(s.shape for s in record.shards)] if record else [like.shape] * len(sides)
+    )
+    full, *parts = [_zeros(s, like) if x is None else x for x, s in zip(sides, shapes, strict=True)]
+    if broken := _broken([full, *parts]):
+        return _impossible(broken)
+    if record is None or record.dim is None:
+        return disagreement(full, parts, "each", floor=floor)
+    return disagreement(full, parts, "join", record.dim, record.split, floor=floor)
+
+
+def _records(plan: Plan | None) -> dict[str, ParameterRecord]:
+    records = plan.parameters.values() if plan else ()
+    return {name: record for record in records for name in (record.name, *record.tied)}
+
+
+def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+    return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def _impossible(reason: str) -> Difference:
+    return Difference(math.inf, math.inf, reason=reason)
+
+
+def _broken(sides: Sequence[Tensor]) -> str:
+    """Who has NaN or infinity, which are wrong even where all agree; empty if nobody has."""
+    who = ["the whole model", *(f"rank {rank}" for rank in range(len(sides) - 1))]
+    counts: Mapping[str, int] = {
+        w: int((~x.isfinite()).sum()) for w, x in zip(who, sides, strict=True)
+    }
+    return next((f"{w} has {n} values of NaN or infinity" for w, n in counts.items() if n), "")
+
+
+def _largest(tensors: Iterable[Tensor | None]) -> float:
+    sizes = [float(x.abs().max()) for x in tensors if x is not None and x.numel()]
+    return max(sizes, default=0.0)

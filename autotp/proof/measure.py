@@ -1,0 +1,104 @@
+"""Outputs and gradients of one run, whole or sharded, as plain names and tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autotp.errors import VerifyError
+
+__all__ = ["Output", "Results", "gradients_of", "loss_of", "measured", "named_tensors"]
+
+
+Output: TypeAlias = Any
+"""What a model returns: a tensor, a tuple, a mapping, a class of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What one rank, or the whole model, gave: outputs and gradients, each by name.
+
+    A parameter without a gradient has None.
+    """
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor | None]
+
+
+def measured(
+    outputs: Sequence[Output], parameters: Sequence[Mapping[str, Tensor]], seed: int | None
+) -> list[Results]:
+    """The results of all ranks: their outputs and, with a `seed`, their parameters' gradients.
+
+    Constraints: nobody's `.grad` is touched.
+    """
+    named = [named_tensors(output) for output in outputs]
+    if seed is None:
+        return [Results(_detached(tensors), {}) for tensors in named]
+    trained = [{n: p for n, p in own.items() if p.requires_grad} for own in parameters]
+    losses = [loss_of(output, seed) for output in outputs]
+    found = gradients_of(losses, [p for own in trained for p in own.values()])
+    rest = iter(found)
+    return [
+        Results(_detached(tensors), {name: next(rest) for name in own})
+        for tensors, own in zip(named, trained, strict=True)
+    ]
+
+
+def named_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
+    """The tensors of a model's output by name: `logits`, `hidden_states.0`; `output` if bare."""
+    if isinstance(output, Tensor):
+        return {name or "output": output}
+    if isinstance(output, Mapping):
+        items: list[tuple[object, Output]] = list(output.items())
+    else:
+        leaves = output if isinstance(output, tuple | list) else pytree.tree_leaves(output)
+        items = list(enumerate(leaves))
+        items = [] if len(items) == 1 and items[0][1] is output else items
+    prefix = f"{name}." if name else ""
+    found: dict[str, Tensor] = {}
+    for key, item in items:
+        found |= named_tensors(item, f"{prefix}{key}")
+    return found
+
+
+def loss_of(output: Output, seed: int) -> Tensor:
+    """The model's own loss if its output has one, else a fixed random projection of the outputs."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, Tensor) and own.requires_grad:
+        return own.sum()
+    generator = torch.Generator().manual_seed(seed)
+    terms = [
+        (tensor * _direction(tensor, generator)).sum()
+        for tensor in named_tensors(output).values()
+        if tensor.requires_grad
+    ]
+    if not terms:
+        raise VerifyError(
+            f"{type(output).__name__}: none of its {len(named_tensors(output))} tensors depends on "
+            "a parameter that requires grad, so there are no gradients to compare. Pass "
+            "gradients=False"
+        )
+    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+
+def gradients_of(losses: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of the sum of all ranks' losses for each tensor, all in one backward pass.
+
+    Each rank's tensors meet the other ranks' losses in joint functions only, as in processes.
+    """
+    if not tensors:
+        return []
+    return list(torch.autograd.grad(list(losses), list(tensors), allow_unused=True))
+
+
+def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+    return (drawn / max(tensor.numel(), 1) ** 0.5).to(tensor.device, tensor.dtype)
+
+
+def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in tensors.items()}

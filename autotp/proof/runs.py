@@ -1,0 +1,86 @@
+"""The runs that a comparison needs: the whole model, its captured program, all its ranks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autotp.core.plan import Plan
+from autotp.errors import VerifyError
+from autotp.proof.bisection import Case
+from autotp.proof.emitted import whole_part
+from autotp.proof.figures import Figures, gaps_between
+from autotp.proof.measure import Results, measured
+from autotp.simulate import simulate, walk
+
+__all__ = ["Runs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of one case, each from the same random state; `gradients`: with a backward pass.
+
+    A dtype of None means the model's own.
+    """
+
+    case: Case
+    plan: Plan
+    gradients: bool
+
+    def compared(self, dtype: torch.dtype | None, negligible: float) -> Figures:
+        """The differences between the whole model and its ranks.
+
+        Constraints: in its own dtype the model itself runs; in another one its program does, since
+        a model's code may fix dtypes.
+        """
+        whole = self.model() if dtype is None else self.program(dtype)
+        try:
+            self._seed()
+            run = simulate(self.case.models, self.case.inputs, dtype=dtype)
+            ranks = measured(run.outputs, run.parameters, self._loss_seed)
+        except VerifyError as error:
+            return Figures(failure=str(error))
+        return Figures(gaps_between(whole, ranks, self.plan, negligible), run.collectives)
+
+    def capture_fault(self, negligible: float, tolerance: float) -> str:
+        """Why the captured program is not the model, in its own dtype; empty when it is."""
+        gaps = gaps_between(self.model(), [self.program(None)], None, negligible)
+        worst = max(gaps, key=lambda about: gaps[about].relative)
+        if gaps[worst].relative <= tolerance:
+            return ""
+        return f"the captured program is not the model: {worst}: {gaps[worst]}. Capture it again"
+
+    def model(self) -> Results:
+        """What the whole model gives."""
+        self._seed()
+        whole = self.case.whole
+        output = whole(**self.case.inputs)
+        return measured([output], [dict(whole.named_parameters())], self._loss_seed)[0]
+
+    def program(self, dtype: torch.dtype | None) -> Results:
+        """What the captured program gives on the whole model.
+
+        Constraints: raises VerifyError where a value cannot be had in `dtype`.
+        """
+        self._seed()
+        narrow: list[str] = []
+
+        def observe(name: str, found: list[Tensor]) -> None:
+            if dtype is not None and found[0].is_floating_point() and found[0].dtype != dtype:
+                narrow.append(f"{name} is {found[0].dtype}")
+
+        part = whole_part(self.case.whole, self.case.program)
+        run = walk([part], self.case.program, self.case.inputs, observe=observe, dtype=dtype)
+        if narrow:
+            raise VerifyError(
+                f"{narrow[0]} ({len(narrow)} values in all), computed in {dtype}: an op fixes its "
+                "dtype. Compare in the model's own dtype"
+            )
+        return measured(run.outputs, run.parameters, self._loss_seed)[0]
+
+    @property
+    def _loss_seed(self) -> int | None:
+        return self.case.seed if self.gradients else None
+
+    def _seed(self) -> None:
+        torch.manual_seed(self.case.seed)

@@ -1,0 +1,182 @@
+"""The proof: a sharded model beside the whole one, all ranks in one process, figure by figure.
+
+Compared are every output on every rank, and every parameter's gradient, joined as the plan says. A
+figure is the largest difference over the largest value of the whole model's tensor. Sharding
+changes the order of additions, so figures are small, not zero; what rounding may do is stated with
+its reason, and a figure that comes near it is decided by a second run in float64, where rounding is
+a billion times smaller and a fault is as large as before.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.core.evidence import Evidence
+from autotp.core.plan import Plan
+from autotp.core.trace import Trace
+from autotp.errors import VerifyError
+from autotp.program import Program
+from autotp.proof.bisection import Case, first_divergence
+from autotp.proof.figures import Compared, Figures
+from autotp.proof.runs import Runs
+from autotp.run.model import ShardedModel
+
+__all__ = ["prove"]
+
+_ROUNDINGS = 84
+_NEAR = 0.1
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Measure:
+    """What figures of one dtype are held to.
+
+    - `dtype`: of the computation; None: the model's own.
+    - `negligible`: gradients below this part of the largest one are compared with that.
+    """
+
+    dtype: torch.dtype | None
+    tolerance: float
+    negligible: float
+
+
+_EXACT = _Measure(torch.float64, 1e-9, 1e-5)
+_UNSURE = 1e-2
+"""What is negligible among gradients where float64 is not to be had."""
+
+
+def prove(
+    whole: nn.Module,
+    models: Sequence[ShardedModel],
+    inputs: Mapping[str, Any],
+    plan: Plan,
+    trace: Trace,
+    *,
+    program: Program,
+    gradients: bool,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Evidence:
+    """The evidence that `models`, one a rank, equal `whole` for `inputs`.
+
+    - `program` is what was captured of `whole`, `trace` what each value of the ranks' graphs is.
+    - `gradients`: of the model's own loss, or of a projection of the outputs drawn by `seed`.
+    - `dtype`: what is computed in; where it is not the model's own, it is put in its place.
+
+    Constraints:
+    - All hold values, `whole` and `models` the same ones, and are in the mode planned for.
+    - Nothing is changed: parameters, their `.grad`, modes, the random state.
+    """
+    own = all(p.dtype == dtype for p in whole.parameters() if p.is_floating_point())
+    tolerance = _ROUNDINGS * torch.finfo(dtype).eps
+    measure = _Measure(None if own else dtype, tolerance, 0.0)
+    if dtype == _EXACT.dtype:
+        measure = replace(_EXACT, dtype=measure.dtype)
+    case = Case(whole, models, program, inputs, trace, seed, measure.dtype)
+    with torch.random.fork_rng(), torch.set_grad_enabled(gradients):
+        return _Proof(Runs(case, plan, gradients), measure, dtype).evidence()
+
+
+class _Proof:
+    """One comparison: the run asked for, the one in float64, the search for the fault."""
+
+    def __init__(self, runs: Runs, measure: _Measure, dtype: torch.dtype) -> None:
+        self.runs, self.measure, self.dtype = runs, measure, dtype
+        self.notes: list[str] = []
+
+    def evidence(self) -> Evidence:
+        """The figures, the verdict and, if it is bad, the first wrong node."""
+        measure, fault = self.measure, None
+        figures = self.runs.compared(measure.dtype, measure.negligible)
+        wrong = figures.beyond(measure.tolerance)
+        near = figures.beyond(measure.tolerance * _NEAR)
+        exact = self._exact(near) if near and self.dtype != _EXACT.dtype else None
+        if exact is not None:
+            wrong = near & exact.beyond(_EXACT.tolerance)
+            figures, measure = self._decided(figures, exact, near), _EXACT
+        if wrong or figures.failure:
+            fault = self._fault(figures, wrong, measure)
+        return self._evidence(figures, fault)
+
+    def _exact(self, near: Set[Compared]) -> Figures | None:
+        """The figures in float64; None, with a note, where there are none to be had."""
+        runs, measure = self.runs, self.measure
+        exact = Figures()
+        try:
+            exact = runs.compared(_EXACT.dtype, _EXACT.negligible)
+            reason = exact.failure
+            if not reason and measure.dtype is None:
+                reason = runs.capture_fault(_UNSURE, measure.tolerance)
+        except VerifyError as error:
+            reason = str(error)
+        if not reason:
+            return exact
+        self.notes.append(f"float64 could not settle {len(near)} figures: {reason}")
+        return None
+
+    def _decided(self, figures: Figures, exact: Figures, near: Set[Compared]) -> Figures:
+        """The figures, those near the tolerance replaced by those in float64."""
+        shown = sorted(near, key=lambda about: -figures.gaps[about].relative)[:_SHOWN]
+        before_after = [
+            f"{about} {figures.gaps[about].relative:.1e} → {exact.gaps[about].relative:.1e}"
+            for about in shown
+        ]
+        self.notes.append(
+            f"{len(near)} figures above {self.measure.tolerance * _NEAR:.1e} were decided in "
+            f"float64, held to {_EXACT.tolerance:.0e}: {', '.join(before_after)}"
+        )
+        gaps = {about: (exact if about in near else figures).gaps[about] for about in figures.gaps}
+        return replace(figures, gaps=gaps)
+
+    def _fault(self, figures: Figures, wrong: Set[Compared], measure: _Measure) -> str:
+        """The first wrong node; the worst figure where no single node is to blame."""
+        case = replace(
+            self.runs.case,
+            dtype=measure.dtype,
+            tolerance=measure.tolerance,
+            negligible=measure.negligible or _UNSURE,
+        )
+        found = first_divergence(case, gradients=self.runs.gradients and not figures.failure)
+        if found or figures.failure:
+            return found or figures.failure
+        worst = max(wrong, key=lambda about: figures.gaps[about].relative)
+        return f"no single node: {worst}: {figures.gaps[worst]}"
+
+    def _evidence(self, figures: Figures, fault: str | None) -> Evidence:
+        plan, seen = self.runs.plan, +figures.collectives
+        phases = ("forward", "backward") if self.runs.gradients else ("forward",)
+        planned = (c for c in plan.collectives if c.phase in phases)
+        predicted = Counter(f"{c.phase} {c.kind}" for c in planned)
+        if predicted != seen and not figures.failure:
+            self.notes.append(f"predicted are {dict(predicted)}, executed {dict(seen)}")
+        outputs = figures.of("output").values()
+        return Evidence(
+            ok=fault is None and predicted == seen,
+            tp=plan.tp,
+            max_abs_error=max((gap.absolute for gap in outputs), default=math.inf),
+            max_rel_error=max((gap.relative for gap in outputs), default=math.inf),
+            tolerance=self.measure.tolerance,
+            tolerance_reason=self._reason(),
+            gradients={name: gap.relative for name, gap in figures.of("gradient").items()},
+            collectives_predicted=dict(sorted(predicted.items())),
+            collectives_seen=dict(sorted(seen.items())),
+            first_divergence=fault,
+            replicated_fraction=plan.replicated_fraction,
+            dtype=str(self.dtype).removeprefix("torch."),
+            notes=tuple(self.notes),
+        )
+
+    def _reason(self) -> str:
+        if self.dtype == _EXACT.dtype:
+            return "rounding of float64 stays below 1e-11, a fault does not"
+        word = str(self.dtype).removeprefix("torch.")
+        return (
+            f"{_ROUNDINGS} roundings of {word}: what {_ROUNDINGS**2} numbers added in another "
+            "order may differ by; above a tenth of it float64 decides"
+        )

@@ -1,0 +1,28 @@
+"""All ranks of a sharded model in one process, in lockstep: what the processes would compute.
+
+    models = [autotp.parallelize(model, tp=4, rank=rank) for rank in range(4)]
+    simulate(models, {"input_ids": ids}).outputs[0].logits
+
+One interpreter walks all ranks' graphs node by node, into the layers too (`lockstep`). A node that
+asks for the group becomes one joint function over all ranks' tensors (`joint`), and its backward
+another, so that gradients are in lockstep as well. A wrong graph gives wrong values here as it
+would there; what would hang there is an error.
+"""
+
+from autotp.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
+from autotp.simulate.ranks import Simulation, simulate, variant_for, walk
+from autotp.simulate.whereabouts import op_name, whereabouts
+
+__all__ = [
+    "OUTPUT",
+    "Observe",
+    "Part",
+    "Read",
+    "Simulation",
+    "flat_name",
+    "op_name",
+    "simulate",
+    "variant_for",
+    "walk",
+    "whereabouts",
+]

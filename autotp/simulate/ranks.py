@@ -1,0 +1,99 @@
+"""What all ranks compute for given inputs, in one process without any group."""
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autotp.program import Program, named_leaves
+from autotp.run.model import ShardedModel
+from autotp.run.variant import Variant
+from autotp.simulate.joint import Tally
+from autotp.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
+
+__all__ = ["Simulation", "simulate", "variant_for", "walk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What a walk of all ranks gave.
+
+    - `outputs`: each rank's, as the model returns them. `parameters`: each rank's own, by name; the
+      leaves that gradients belong to.
+    - `collectives`: `"forward all_reduce"` to its count; `"backward …"` grows while autograd runs.
+    """
+
+    outputs: list[Any]
+    parameters: list[Mapping[str, Tensor]]
+    collectives: Tally
+
+
+def simulate(
+    models: Sequence[ShardedModel],
+    inputs: Mapping[str, Any],
+    *,
+    observe: Observe | None = None,
+    read: Read | None = None,
+    dtype: torch.dtype | None = None,
+) -> Simulation:
+    """What the processes that hold `models`, one a rank, would compute for `inputs`.
+
+    Constraints:
+    - `models` are in the order of their ranks; their number is the group's size.
+    - `dtype` computes in another floating dtype than the graphs say (float64, to settle doubts):
+      parameters, buffers, inputs and the dtypes in the graphs are exchanged for it.
+    - Random ops draw the same on every rank, as in processes that were seeded alike.
+    - Hooks of modules do not run.
+    """
+    variants = [variant_for(model, inputs) for model in models]
+    parts = [
+        Part(model, variant.outlined.root, variant.outlined.layers, variant.outlined.origin)
+        for model, variant in zip(models, variants, strict=True)
+    ]
+    return walk(parts, variants[0].program, inputs, observe=observe, read=read, dtype=dtype)
+
+
+def walk(
+    parts: Sequence[Part],
+    program: Program,
+    inputs: Mapping[str, Any],
+    *,
+    observe: Observe | None = None,
+    read: Read | None = None,
+    dtype: torch.dtype | None = None,
+) -> Simulation:
+    """What `parts` compute in lockstep; `program` names their inputs and shapes their outputs.
+
+    A whole model is the case of one part: `Part(model, program.graph, {}, {})`.
+    """
+    tensors = [RankTensors(part, dtype) for part in parts]
+    leaves = named_leaves(inputs)
+    given = [[own.input(leaves[name]) for name in program.inputs] for own in tensors]
+    walker = Walker(parts, tensors, observe, read, dtype)
+    with _default(dtype):
+        flat = walker.run("", [part.root for part in parts], given)
+    outputs = [pytree.tree_unflatten(list(results), program.out_spec) for results in flat]
+    return Simulation(outputs, [own.parameters for own in tensors], walker.tally)
+
+
+def variant_for(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
+    """The graph that answers a call of `model` with `inputs`, captured now if need be."""
+    model.prepare(**inputs)
+    key = model.key(**inputs)
+    given = {name: value for name, value in inputs.items() if value is not None}
+    return next(v for v in model.variants.values() if v.key == key and v.holds(given))
+
+
+@contextmanager
+def _default(dtype: torch.dtype | None) -> Generator[None]:
+    """Tensors made without a dtype are of `dtype` inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
