@@ -58,6 +58,7 @@ class _Finder:
         self.interior: dict[Atom, set[str]] = defaultdict(set)
         self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
         self.tables: set[str] = set()
+        self.heads: set[str] = set()
         self.families: nx.Graph[Atom] = nx.Graph()
         self.origins: dict[Value, tuple[str, ...]] = {}
 
@@ -74,7 +75,7 @@ class _Finder:
         names = self._parameters(use.operands[k].value)
         if _is_lookup(use, k) and self._by_input(use):
             for atom in self._table_axes(use, k):
-                self.vocabulary[atom] += [n for n in names if n not in self.vocabulary[atom]]
+                _extend(self.vocabulary[atom], names)
             self.tables.update(names)
         elif self.contracts(use, k):
             for atom in self._produced(use, k):
@@ -85,7 +86,8 @@ class _Finder:
         if not reach.clean:
             return
         if reach.output:
-            self.vocabulary[atom] += [n for n in names if n not in self.vocabulary[atom]]
+            _extend(self.vocabulary[atom], names)
+            self.heads.update(names)
         if not reach.closers:
             return
         reach.interior.add(str(use.node.target))
@@ -267,7 +269,7 @@ class _Finder:
     def _home(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
-        if name in self.tables:
+        if name in self.tables - self.heads:  # a tied table follows its head
             return tuple(dict.fromkeys(a for a in leaves if _splits(a)))
         return tuple(a for a in pair.axes if a in leaves)
 

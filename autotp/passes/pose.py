@@ -41,6 +41,7 @@ class Terms:
     """What the problem depends on besides the program.
 
     - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
+    - `everything`: the conversions that the search leaves out are open too (for random plans).
     - `allowed`: parameter name to the placements that an override or a plan leaves it.
     """
 
@@ -50,6 +51,7 @@ class Terms:
     priced: Callable[[torch.Tensor], int]
     shard_threshold: float
     allowed: Mapping[str, Callable[[Placement], bool]]
+    everything: bool = False
 
 
 @dataclass(slots=True)
@@ -254,6 +256,7 @@ class _Poser:
                 self.terms.training,
                 self.terms.tp,
                 self.terms.machine,
+                self.terms.everything,
             )
         return found
 

@@ -250,7 +250,8 @@ class _Writer:
         new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
         self._mark(before, value[0] if conversion.forward in COLLECTIVES else reader)
         self._record(value, target, new)
-        meta, where = (self.analysis.metas[value],), _where(value[0])
+        meta = (self.analysis.metas[value],)
+        where = _where(value[0] if conversion.forward in COLLECTIVES else reader)
         if conversion.forward in COLLECTIVES:
             self._note(conversion.forward, "forward", where, meta)
         flows = self.target.training and value in self.analysis.differentiable
