@@ -37,12 +37,13 @@ class Program:
 
     - `inputs`: names of the tensor inputs, flattened, in the order of the graph's placeholders; a
       nested input (a tuple of tensors) appears once a leaf, as `name.0`, `name.1`.
-    - `constants`: the non-tensor inputs that were given (`use_cache=False`), baked into the graph, by
-      leaf name.
-    - `in_spec`: flattens the mapping of all inputs given, in the capture's fixed order (the forward's
-      own); its leaves are named by `named_leaves`.
+    - `constants`: the non-tensor inputs that were given (`use_cache=False`), by leaf name; they are
+      baked into the graph.
+    - `in_spec`: flattens the mapping of all inputs given, in the order of the forward's signature;
+      its leaves are named by `named_leaves`.
     - `out_spec`: rebuilds the model's own output from the graph's flat tuple.
-    - `lifted`: tensors that the forward made as constants, by their `get_attr` name (`_const_<hash>`).
+    - `lifted`: tensors that the forward made as constants, by their `get_attr` name
+      (`_const_<hash>`); of a model on the meta device they have no values.
     - `tied`: alias parameter name to the one name that the graph uses.
     - `data_dims`: for each tensor input, the dims whose size belongs to the data (batch, sequence):
       never split over the group, even where the capture had to fix them.

@@ -1,7 +1,7 @@
-"""Tiny models with random weights for the tests: one a family that the issue names, and a GPT written by hand.
+"""Tiny models with random weights: one a family that the issue names, and a GPT written by hand.
 
-Sizes are written out, so that a test may count on them: hidden 64, 2 layers, 8 heads (4 key-value heads
-where grouped), ffn 128, 512 words; 128 positions.
+Sizes are written out, so that a test may count on them: hidden 64, 2 layers, 8 heads (4 key-value
+heads where grouped), ffn 128, 512 words; 128 positions.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from autotp.program import Program, named_leaves
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, WORDS, POSITIONS = 64, 2, 8, 4, 128, 512, 128
 BATCH, SEQUENCE, DECODER_SEQUENCE = 2, 12, 8
@@ -43,6 +46,7 @@ T5 = {
     "num_layers": LAYERS,
     "num_decoder_layers": LAYERS,
     "num_heads": HEADS,
+    "decoder_start_token_id": 0,
 }
 MIXTRAL = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
 
@@ -84,12 +88,38 @@ def build(
 
 
 def randomize(model: nn.Module, seed: int) -> None:
-    """Fills every parameter: standard deviation 0.1, around 1 for vectors that had a mean above 0.5 (norms)."""
+    """Fills every parameter: deviation 0.1, around 1 for vectors of mean above 0.5 (norms)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             centre = 1.0 if parameter.dim() == 1 and parameter.mean() > 0.5 else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + centre)
+
+
+def run_program(model: nn.Module, program: Program, inputs: Mapping[str, Any]) -> Any:
+    """What the captured graph gives on the parameters of `model`, in the model's output type."""
+    root = nn.Module()
+    for node in program.graph.nodes:
+        if node.op == "get_attr":
+            lifted = program.lifted.get(node.target)
+            _put(root, node.target, _attribute(model, node.target) if lifted is None else lifted)
+    leaves = named_leaves(inputs)
+    outputs = fx.GraphModule(root, program.graph)(*(leaves[name] for name in program.inputs))
+    return pytree.tree_unflatten(outputs, program.out_spec)
+
+
+def _attribute(module: nn.Module, path: str) -> torch.Tensor:
+    parent, _, leaf = path.rpartition(".")
+    return getattr(module.get_submodule(parent), leaf)
+
+
+def _put(root: nn.Module, path: str, tensor: torch.Tensor) -> None:
+    *parents, leaf = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    setattr(root, leaf, tensor)
 
 
 def _family(name: str, attn: str, overrides: Mapping[str, Any]) -> nn.Module:
@@ -125,7 +155,7 @@ PLAIN_PARTS = ("attention", "query", "key", "value", "fused", "out", "up", "down
 
 @dataclass(frozen=True)
 class HandShape:
-    """Sizes and style of a `HandGPT`; `rename` maps its attributes (see `PLAIN_PARTS`) to other names."""
+    """Sizes and style of a `HandGPT`; `rename` maps attributes (`PLAIN_PARTS`) to other names."""
 
     hidden: int = HIDDEN
     layers: int = LAYERS
@@ -142,7 +172,7 @@ class HandShape:
 
 
 class HandGPT(nn.Module):
-    """A GPT as a newcomer writes it: learned positions, no config, `forward(ids)` gives the logits."""
+    """A GPT as a newcomer writes it: learned positions, no config, `forward(ids)` gives logits."""
 
     def __init__(self, shape: HandShape) -> None:
         super().__init__()

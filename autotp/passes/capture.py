@@ -1,8 +1,9 @@
 """Turns an unmodified model into one flat graph, by torch.export and a few repairs.
 
-The model is traced once, with symbolic batch and sequence sizes; where its forward fixes the sequence,
-at the sizes given. The graph keeps the model's own names and is free of in-place ops, of asserts and of
-no-ops. What the model's Python code took for granted about sizes comes along as guards.
+The model is traced once, with symbolic batch and sequence sizes; where its forward fixes the
+sequence, at the sizes given. The graph keeps the model's own names and is free of in-place ops, of
+asserts and of no-ops. What the model's Python code took for granted about sizes comes along as
+guards.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -48,11 +49,12 @@ def capture(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
     """The forward of `model` as one graph, for the kind of call that `inputs` stands for.
 
     Example: `capture(model, {"input_ids": ids, "use_cache": False}).graph` has the placeholder
-    `input_ids`, `get_attr` nodes like `model.layers.0.mlp.up_proj.weight`, and a flat tuple as output.
+    `input_ids`, `get_attr` nodes like `model.layers.0.mlp.up_proj.weight`, and a flat tuple as
+    output.
 
     Constraints:
-    - Which inputs are present, their types, the values of non-tensors and train() or eval() are fixed;
-      batch and sequence sizes are free (see `Program.dynamic`), within `Program.guards`.
+    - Fixed are which inputs are present, their types, the values of non-tensors, train() or eval();
+      free are batch and sequence sizes (see `Program.dynamic`), within `Program.guards`.
     - Works for models on any device, meta included; constants and factory calls carry that device
       until `retarget`.
     - The model is left as it was.
@@ -61,28 +63,17 @@ def capture(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
     axes = data_axes(model, given)
     call = _Call(model, given)
     export = _exported(call, axes)
-    tied = _tied(model)
-    names = tuple(axes)
-    graph, lifted = flat_graph(export.program, names, _tied_state(model, tied))
-    if functionalise(graph):
-        functional = _functional(model, export.program)
-        graph, lifted = flat_graph(functional, names, _tied_state(model, tied))
-        if reason := functionalise(graph):
-            raise CaptureError(
-                f"{type(model).__name__}: {reason}. Use the op that returns a new tensor."
-            )
-    clean(graph)
-    graph.lint()
+    graph, lifted = _graph(model, export.program, tuple(axes))
     out_spec = export.program.call_spec.out_spec
     assert out_spec is not None
     return Program(
         graph=graph,
-        inputs=names,
+        inputs=tuple(axes),
         constants={n: v for n, v in named_leaves(given).items() if n not in axes},
         in_spec=pytree.tree_structure(given),
         out_spec=out_spec,
         lifted=lifted,
-        tied=tied,
+        tied=_aliases(model.named_parameters(remove_duplicate=False)),
         data_dims={n: tuple(a) for n, a in axes.items()},
         guards=(*_guards(export.program), *_fixed(given, axes, export.free)),
         dynamic=not export.reason or "sequence" in export.free,
@@ -114,7 +105,7 @@ class _Call:
 
     @contextmanager
     def by_keyword(self) -> Generator[None]:
-        """The model takes exactly the traced inputs, by keyword, whatever its signature looks like."""
+        """The model takes exactly the traced inputs, by keyword, whatever its signature is."""
         forward, own = self.model.forward, vars(self.model).get("forward")
         parameters = inspect.signature(forward).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
@@ -183,34 +174,42 @@ def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str
     return pytree.tree_unflatten(leaves, pytree.tree_structure(value))
 
 
+def _graph(
+    model: nn.Module, exported: ExportedProgram, inputs: tuple[str, ...]
+) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
+    """The clean, functional graph with its constants."""
+    parameters = _aliases(model.named_parameters(remove_duplicate=False))
+    tied = parameters | _aliases(model.named_buffers(remove_duplicate=False))
+    graph, lifted = flat_graph(exported, inputs, tied)
+    if functionalise(graph):
+        graph, lifted = flat_graph(_functional(model, exported), inputs, tied)
+        if reason := functionalise(graph):
+            raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
+    clean(graph)
+    graph.lint()
+    return graph, lifted
+
+
 def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
     functional = decomposed(exported)
     if target := mutated(functional):
         raise CaptureError(
             f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
-            "Sharded ranks could not agree on it: call eval(), or take the update out of the forward."
+            "Ranks could not agree on it: call eval(), or take the update out of the forward."
         )
     return functional
 
 
-def _tied(model: nn.Module) -> dict[str, str]:
-    """Each further name of a parameter, with its first name in the model's own order."""
-    return _aliases(model.named_parameters(remove_duplicate=False))
-
-
-def _tied_state(model: nn.Module, tied: Mapping[str, str]) -> dict[str, str]:
-    return {**tied, **_aliases(model.named_buffers(remove_duplicate=False))}
-
-
 def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Each further name of a tensor, with its first name in the model's own order."""
     first: dict[int, str] = {}
     every = [(name, first.setdefault(id(tensor), name)) for name, tensor in named]
     return {name: known for name, known in every if name != known}
 
 
 def _guards(exported: ExportedProgram) -> tuple[Guard, ...]:
-    """What the model's code assumed of sizes. The ranges that come from tracing at ≥ 2 are not in it."""
-    return tuple(Guard(code, _first_name(code)) for code in exported._guards_code)
+    """What the model's code assumed of sizes, without the ranges that come from tracing at ≥ 2."""
+    return tuple(Guard(code, _first_name(code)) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
 
 
 def _first_name(code: str) -> str:
@@ -221,7 +220,7 @@ def _first_name(code: str) -> str:
 def _fixed(
     given: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str]
 ) -> Iterator[Guard]:
-    """What tracing fixed of each tensor input: its type, its rank, and the sizes that are not free."""
+    """What tracing fixed of each tensor input: type, rank, and the sizes that are not free."""
     for name, value in given.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor):
@@ -253,7 +252,7 @@ def _explained(model: nn.Module, error: Exception) -> str:
 
 
 def _line(model: nn.Module, error: BaseException) -> str:
-    """Where the model's own code was when `error` was raised, as ` (file:line, in function: code)`."""
+    """Where the model's code was when `error` was raised: ` (file:line, in function: code)`."""
     modules = {type(m).__module__ for m in model.modules()}
     files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
     own = {f for f in files if f and not f.startswith(TORCH)}

@@ -1,7 +1,8 @@
 """From torch.export's program to one flat graph of our own, without running it again.
 
-The graph is copied node by node: lifted parameters and buffers become `get_attr` nodes made where they
-are first used, non-tensor inputs disappear, regions that only switch gradients off are inlined.
+The graph is copied node by node: lifted parameters and buffers become `get_attr` nodes made where
+they are first used, non-tensor inputs disappear, regions that only switch gradients off are
+inlined.
 """
 
 import hashlib
@@ -13,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from autotp.errors import CaptureError
+from autotp.passes.clean import drops_nothing
 
 __all__ = ["constant_name", "decomposed", "flat_graph", "mutated"]
 
@@ -45,7 +48,9 @@ def flat_graph(
         if spec.kind in STATE:
             copy.state(node, str(spec.target))
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            copy.constant(node, exported.constants[str(spec.target)])
+            constant = exported.constants[str(spec.target)]
+            assert isinstance(constant, torch.Tensor)
+            copy.constant(node, constant)
         elif spec.kind is not InputKind.USER_INPUT:
             raise CaptureError(_unsupported(spec))
         elif isinstance(spec.arg, ConstantArgument):
@@ -60,12 +65,14 @@ def flat_graph(
 def decomposed(exported: ExportedProgram) -> ExportedProgram:
     """The program made functional by torch, all its other ops kept whole.
 
-    Torch forgets the regions without gradients on the way: what leaves them is detached before.
+    Torch forgets the regions without gradients on the way: what leaves them is detached before. Nor
+    does it know that a dropout that is off returns its very input.
     Constraints: `exported` is changed.
     """
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             _detach_regions(module.graph)
+            _drop_dropouts(module.graph)
             module.recompile()
     with warnings.catch_warnings():
         # torch deep-copies an object of a class of its own that it deprecates
@@ -74,7 +81,7 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
 
 
 def mutated(exported: ExportedProgram) -> str:
-    """The name of the first buffer or input that the functionalised program writes to; empty if none."""
+    """The name of the first buffer or input that the functional program writes to; or empty."""
     written = (s for s in exported.graph_signature.output_specs if s.kind not in PLAIN_OUTPUTS)
     return next((str(s.target) for s in written), "")
 
@@ -97,7 +104,7 @@ def _placeholders(exported: ExportedProgram) -> list[fx.Node]:
 
 def _unsupported(spec: InputSpec) -> str:
     return (
-        f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, which is no tensor. "
+        f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, not a tensor. "
         "Use plain tensors, parameters and buffers."
     )
 
@@ -111,6 +118,16 @@ def _detach_regions(graph: fx.Graph) -> None:
                 inner = graph.create_node("call_function", node.target, node.args)
             inner.meta = dict(node.meta)
             node.target, node.args = torch.ops.aten.detach.default, (inner,)
+
+
+def _drop_dropouts(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and drops_nothing(node):
+            node.replace_all_uses_with(node.args[0], _is_call)
+
+
+def _is_call(user: fx.Node) -> bool:
+    return user.op == "call_function"
 
 
 def _is_real(value: object) -> bool:
@@ -149,8 +166,10 @@ class _Copy:
         return list(self._mapped(module.graph.output_node().args[0]))
 
     def _called(self, node: fx.Node) -> Any:  # noqa: ANN401 a node, or the list an inlined region gave
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return self._inlined(node)
+        if drops_nothing(node):
+            return self._mapped(node.args[0])
         if node.target is NATIVE_DROPOUT:
             args = self._mapped(node.args)
             dropout = torch.ops.aten.dropout.default
@@ -231,6 +250,6 @@ def _region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
     lines = [line.strip() for trace in traces for line in trace.splitlines() if "File" in line]
     own = [line for line in lines if TORCH not in line] or ["no source line known"]
     return (
-        f"{node.name} ({own[-1]}): the forward contains {node.target}, a region that one flat graph "
-        "cannot hold. Take autocast and control flow on tensor values out of the forward."
+        f"{node.name} ({own[-1]}): the forward contains {node.target}, a region that one flat "
+        "graph cannot hold. Take autocast and control flow on tensor values out of the forward."
     )

@@ -45,7 +45,8 @@ def example_inputs(
     if config is None:
         raise PlanError(
             f"{type(model).__name__}: has no config, so its inputs cannot be guessed; "
-            f"its forward takes {_listed(_parameters(model))}. Pass example_inputs={{name: tensor}}."
+            f"its forward takes {_listed(_parameters(model))}. "
+            "Pass example_inputs={name: tensor}."
         )
     return _Examples(model, batch, sequence or _longest(model)).all(training)
 
@@ -154,7 +155,7 @@ def _has_batch(tensor: torch.Tensor, batch: int) -> bool:
 
 
 def _has_sequence(tensor: torch.Tensor) -> bool:
-    """Whether dim 1 is a sequence by rank and type alone: words, masks and positions, or vectors."""
+    """Whether dim 1 is a sequence by rank and type alone: words, masks, positions, or vectors."""
     return tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
 
 

@@ -1,21 +1,30 @@
-"""Takes out of a captured graph what does nothing, and moves a graph to another device.
+"""Knows what does nothing in a captured graph, takes it out, and moves a graph to another device.
 
 Sizes are never ordered: they are symbols, and a comparison would specialise them.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
 
-__all__ = ["clean", "retarget"]
+__all__ = ["clean", "drops_nothing", "retarget"]
 
 END = 2**63 - 1  # how a slice says "to the end"
 aten = torch.ops.aten
+DROPOUTS = (
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+)
 
 
 def clean(graph: fx.Graph) -> None:
-    """Drops no-op slices, casts and dropouts, aliases, asserts and dead nodes from `graph`.
+    """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`.
 
     Constraints:
     - No op of `graph` works in place.
@@ -30,15 +39,21 @@ def clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def drops_nothing(node: fx.Node) -> bool:
+    """Whether `node` is a dropout that is off: it then returns its very input, not a copy."""
+    off = _argument(node, 1, "p", 0.5) == 0 or not _argument(node, 2, "train", False)
+    return node.target in DROPOUTS and off
+
+
 def retarget(graph: fx.Graph, device: torch.device) -> None:
     """Makes every device argument in `graph` (factory calls, `to`) `device`, in place."""
 
-    def moved(argument: object) -> object:
+    def moved(argument: Any) -> Any:  # noqa: ANN401 fx arguments
         return device if isinstance(argument, torch.device) else argument
 
     for node in graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, moved)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, moved)
+        node.args = map_aggregate(node.args, moved)
+        node.kwargs = map_aggregate(node.kwargs, moved)
 
 
 def _never(node: fx.Node) -> bool:
@@ -52,7 +67,7 @@ def _always(node: fx.Node) -> bool:
 def _is_idle(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op == "get_attr"
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    tags = node.target.tags if isinstance(node.target, OpOverload) else ()
     return torch.Tag.nondeterministic_seeded not in tags
 
 
@@ -73,14 +88,10 @@ def _size(node: object, dim: object) -> str:
 
 
 def _is_same_type(node: fx.Node) -> bool:
-    source, result = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
+    source, result = node.all_input_nodes[0].meta["val"], node.meta["val"]
     formats = (a for a in (*node.args, *node.kwargs.values()) if isinstance(a, torch.memory_format))
     kept = all(f is torch.preserve_format for f in formats)
     return kept and (source.dtype, source.device) == (result.dtype, result.device)
-
-
-def _is_off(node: fx.Node) -> bool:
-    return _argument(node, 1, "p", 0.5) == 0 or not _argument(node, 2, "train", False)
 
 
 DOES_NOTHING: dict[object, Callable[[fx.Node], bool]] = {
@@ -94,8 +105,5 @@ DOES_NOTHING: dict[object, Callable[[fx.Node], bool]] = {
     aten.alias.default: _always,
     aten.lift_fresh_copy.default: _always,
     aten.lift_fresh.default: _always,
-    aten.dropout.default: _is_off,
-    aten.feature_dropout.default: _is_off,
-    aten.alpha_dropout.default: _is_off,
 }
 """When a call returns its first argument unchanged, by op."""

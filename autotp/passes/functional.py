@@ -4,6 +4,10 @@
 torch.export records later reads of the Python object `x` as reads of `y`, so what remains to be
 excluded are views of `x` and tensors that `x` is a view of. A graph in which this cannot be proven
 needs torch's own functionalisation, which costs as much as the export itself.
+
+Memory is shared where an op's schema says that it may be (`contiguous` does at some sizes only),
+and where the tensors of the trace did share it (`type_as` does, but says nothing). Dropouts that
+are off do so too, unseen by the trace: `capture_graph` has taken them out.
 """
 
 import operator
@@ -12,23 +16,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._C import FunctionSchema
+from torch._ops import OpOverload
 
 __all__ = ["functionalise"]
 
-UNANNOTATED = (
-    frozenset(  # return their input itself in some modes, without saying so in their schema
-        {
-            torch.ops.aten.dropout.default,
-            torch.ops.aten.feature_dropout.default,
-            torch.ops.aten.alpha_dropout.default,
-            torch.ops.aten.feature_alpha_dropout.default,
-        }
-    )
-)
-
 
 def functionalise(graph: fx.Graph) -> str:
-    """Replaces every in-place op of `graph`; empty when done, else the reason why the first cannot be.
+    """Empty when every in-place op of `graph` was replaced, else why the first one cannot be.
 
     Example: `add_ = aten.add_.Tensor(linear, 1)` becomes `add = aten.add.Tensor(linear, 1)`.
     """
@@ -46,28 +41,41 @@ def functionalise(graph: fx.Graph) -> str:
 
 
 def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    schema = _schema(node)
+    return schema is not None and schema.is_mutable
 
 
-def _twin(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The op with the same arguments that returns what `node`'s op writes to its first argument."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-    namespace, name = schema.name.split("::")
-    plain = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
-    packet = getattr(getattr(torch.ops, namespace), plain, None)
-    overload = getattr(packet, schema.overload_name or "default", None)
-    if written != [0] or overload is None or overload._schema.is_mutable:
+def _schema(node: fx.Node) -> FunctionSchema | None:
+    if not isinstance(node.target, OpOverload):
         return None
-    same = [a.name for a in overload._schema.arguments] == [a.name for a in schema.arguments]
-    return overload if same else None
+    return node.target._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
 
 
-def _replace(graph: fx.Graph, node: fx.Node, twin: torch._ops.OpOverload) -> None:
+def _twin(node: fx.Node) -> OpOverload | None:
+    """The op with the same arguments that returns what `node`'s op writes to its first argument."""
+    schema = _schema(node)
+    assert schema is not None
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
+    packet = getattr(torch.ops, schema.name.split("::")[0])
+    found = getattr(getattr(packet, _plain(schema), None), schema.overload_name or "default", None)
+    if written != [0] or not isinstance(found, OpOverload):
+        return None
+    twin = found._schema  # pyright: ignore[reportPrivateUsage]
+    same = [a.name for a in twin.arguments] == [a.name for a in schema.arguments]
+    return found if same and not twin.is_mutable else None
+
+
+def _plain(schema: FunctionSchema) -> str:
+    """The functional name: `add_` gives `add`, `__iand__` gives `__and__`."""
+    name = schema.name.split("::")[1]
+    return f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+
+
+def _replace(graph: fx.Graph, node: fx.Node, twin: OpOverload) -> None:
+    schema = _schema(node)
+    assert schema is not None
     with graph.inserting_before(node):
-        name = node.name.replace(
-            node.target._schema.name.split("::")[1], twin._schema.name.split("::")[1]
-        )  # type: ignore[union-attr]
+        name = _plain(schema).strip("_")
         made = graph.create_node("call_function", twin, node.args, node.kwargs, name)
         made.meta = dict(node.meta)
         result = _cast_back(graph, node, made)
@@ -78,11 +86,11 @@ def _replace(graph: fx.Graph, node: fx.Node, twin: torch._ops.OpOverload) -> Non
 def _cast_back(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
     """`made`, or its cast to the dtype of what was written to: in-place ops do not promote."""
     wanted: torch.Tensor = node.meta["val"]
-    operands = [v for v in (n.meta.get("val") for n in node.all_input_nodes) if _is_tensor(v)]
-    if all(v.dtype == wanted.dtype for v in operands):
+    operands = [n.meta.get("val") for n in node.all_input_nodes]
+    if all(v.dtype == wanted.dtype for v in operands if isinstance(v, torch.Tensor)):
         return made
-    made.meta["val"] = _run(made, wanted)
-    if made.meta["val"].dtype == wanted.dtype:
+    made.meta["val"] = value = _run(made, wanted)
+    if value.dtype == wanted.dtype:
         return made
     cast = graph.call_function(torch.ops.aten.to.dtype, (made, wanted.dtype))
     cast.meta = dict(node.meta)
@@ -90,13 +98,13 @@ def _cast_back(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
 
 
 def _run(node: fx.Node, like: torch.Tensor) -> torch.Tensor:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _val)
     with like.fake_mode:  # type: ignore[attr-defined]
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _val(node: fx.Node) -> Any:  # noqa: ANN401 whatever the trace saw
+    return node.meta["val"]
 
 
 class _Memory:
@@ -141,12 +149,8 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     if node.target is operator.getitem:
         source: Any = node.args[0]
         return _aliased(source)
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    schema = node.target._schema
-    if node.target in UNANNOTATED:
-        return [n for n in node.args[:1] if isinstance(n, fx.Node)]
-    if not any(r.alias_info for r in schema.returns):
+    schema = _schema(node)
+    if schema is None or not any(r.alias_info for r in schema.returns):
         return []
     shared = [a.name for a in schema.arguments if a.alias_info]
     given = dict(zip([a.name for a in schema.arguments], node.args, strict=False)) | node.kwargs
@@ -159,4 +163,4 @@ def _storage(node: fx.Node) -> int:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return 0
-    return val.untyped_storage()._cdata
+    return val.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
