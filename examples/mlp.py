@@ -36,7 +36,8 @@ only the last layer's sum, H wide, is sent: one all-reduce.
 Row -> column, as figure 3 draws it, is wrong: a row layer needs a slice of X, and given the whole X
 its shapes do not fit (H columns of X against H / 2 of its weight). Given a slice it leaves partial
 sums, which the activation cannot take (gelu(a + b) is not gelu(a) + gelu(b)): they cost an
-all-reduce that is 4H wide, and the column layer's output costs an all-gather besides."""
+all-reduce that is 4H wide, forward and again backward, and the column layer's output costs an
+all-gather besides."""
 
 
 class MLP(nn.Module):

@@ -20,7 +20,7 @@ T = TypeVar("T")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def on_ranks(tp: int, function: Callable[..., T], *args: object, timeout: float = 300.0) -> list[T]:
+def on_ranks(tp: int, function: Callable[..., T], *args: object, timeout: float = 600.0) -> list[T]:
     """What `function(rank, *args)` returns in each of `tp` new processes that form one gloo group.
 
     Constraints:
