@@ -194,22 +194,31 @@ class _Work:
 
     def made(self, tp: int, group: str) -> Made:
         """The variant planned for `tp` ranks and rewritten for the group called `group`."""
-        followed = self._followed(tp)
+        posed = self.posed(tp)
+        made = self.made_of(posed, solve(posed.problem), tp, group)
+        self._refuse_whole(made.plan)
+        return made
+
+    def posed(self, tp: int, *, everything: bool = False) -> Posed:
+        """The placement problem for `tp` ranks; `everything`: with all conversions of the table."""
         terms = Terms(
             tp,
             self.training,
             self.machine,
             self.pricing.bytes,
             self.options.shard_threshold,
-            self._allowed(tp, followed),
+            self._allowed(tp, self._given(tp)),
+            everything,
         )
-        posed = pose(self.analysis, self.matching, terms)
-        solution = solve(posed.problem)
+        return pose(self.analysis, self.matching, terms)
+
+    def made_of(self, posed: Posed, solution: Solution, tp: int, group: str) -> Made:
+        """The variant rewritten as any legal `solution` says, checked."""
         decision = decide(posed, solution)
         target = Target(tp, group, self.training, self.options.reduce())
         rewritten = rewrite(self.analysis, decision, target)
         found = Found(self.analysis, self.matching, decision, solution, rewritten.collectives)
-        drawn = account(self.whole, found, self.pricing, self._asked(tp, followed))
+        drawn = account(self.whole, found, self.pricing, self._asked(tp))
         check(
             rewritten.graph,
             rewritten.values,
@@ -218,7 +227,6 @@ class _Work:
             decision,
             training=self.training,
         )
-        self._refuse_whole(drawn)
         return Made(drawn, posed, solution, decision, rewritten, outline(rewritten.graph))
 
     def built(self, made: Made, where: Group) -> ShardedModel:
@@ -269,7 +277,7 @@ class _Work:
         inputs = Signature.of(type(self.model)).bind((), self.inputs)
         return key_of(type(self.model).__name__, inputs, self.model.training)
 
-    def _asked(self, tp: int, followed: Plan | None) -> Asked:
+    def _asked(self, tp: int) -> Asked:
         options = self.options
         reduced = options.reduce()
         return Asked(
@@ -287,7 +295,7 @@ class _Work:
 
     # ── overrides and given plans ────────────────────────────────────────────────────────────
 
-    def _followed(self, tp: int) -> Plan | None:
+    def _given(self, tp: int) -> Plan | None:
         given = self.options.plan
         if given is None:
             return None

@@ -170,12 +170,15 @@ class _Accountant:
     def _pair_axis(self, pair: AxisPair) -> tuple[Atom, bool]:
         """The axis that most of the pair's bytes are split along, and whether any are.
 
-        A looked-up table may be split along its other axis.
+        A looked-up table may be split along its other axis; else the pair's own axes alone count.
         """
+        opener = self.analysis.parameters[pair.openers[0]]
+        dims = self.analysis.dims[(opener, 0)] if pair.vocabulary else ()
+        axes = {a.name for a in (*pair.axes, *(a for d in dims for a in self.forest.leaves(d)))}
         weight: dict[str, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
             placement = self._placement(name)
-            if placement.kind == "S":
+            if placement.axis in axes:
                 weight[placement.axis] += self.whole.parameters[name].numel()
         if not weight:
             return pair.axes[0], False
@@ -186,6 +189,8 @@ class _Accountant:
         tp = self.asked.tp
         sizes = {a: a.size.static or 0 for a in pair.axes}
         legal = sorted({d for s in sizes.values() for d in range(2, s + 1) if s % d == 0})
+        if any(self._placement(n).kind == "S" for n in (*pair.openers, *pair.closers)):
+            return "its parameters are cut along another axis"
         if any(s % tp == 0 for s in sizes.values()):
             return "splitting it would cost more communication than it saves bytes"
         named = ", ".join(f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items())

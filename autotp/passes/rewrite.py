@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, Value, source_of
 from autotp.core.axis import Dim
 from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
-from autotp.core.price import COLLECTIVES
+from autotp.core.price import COLLECTIVES, Delivered
 from autotp.core.size import ONE
 from autotp.core.split import Split
 from autotp.core.strategy import Strategy
@@ -226,19 +226,25 @@ class _Writer:
 
     def _converted(self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node) -> fx.Node:
         """`value` in the placement `wanted`, by way of its delivered set."""
-        delivered = self.decision.delivered.get(value)
-        known = self.placed[value]
-        sources: tuple[Placement, ...] = (self.made[value],)
-        if delivered is not None:
-            _, parents = self.decision.prices[value].cheapest(self.made[value], delivered)
-            for at in _parents_first(parents):
-                source = self.made[value] if parents[at] < 0 else delivered[parents[at]]
-                self._step(value, source, delivered[at], reader)
-            sources = delivered
-        if wanted not in known:
-            _, source = self.decision.prices[value].nearest(sources, wanted, keep=keep)
+        if wanted not in self.placed[value]:
+            source = self.made[value]
+            delivered = self.decision.delivered.get(value)
+            if delivered is not None:
+                _, source = self.decision.prices[value].nearest(delivered, wanted, keep=keep)
+                self._deliver(value, source, delivered, reader)
             self._step(value, source, wanted, reader)
-        return known[wanted]
+        return self.placed[value][wanted]
+
+    def _deliver(
+        self, value: Value, wanted: Placement, delivered: Delivered, reader: fx.Node
+    ) -> None:
+        """Write the member `wanted` of a delivered set, after the one that it comes from."""
+        _, parents = self.decision.prices[value].cheapest(self.made[value], delivered)
+        parent = parents[delivered.index(wanted)]
+        source = self.made[value] if parent < 0 else delivered[parent]
+        if parent >= 0:
+            self._deliver(value, source, delivered, reader)
+        self._step(value, source, wanted, reader)
 
     def _step(self, value: Value, source: Placement, target: Placement, reader: fx.Node) -> None:
         """Write one conversion, if it is not there yet, and note its collectives."""
@@ -338,10 +344,6 @@ class _Writer:
         whole = shape[placement.dim]
         shape[placement.dim] = cut.length(self.target.tp) if known else whole // self.target.tp
         return meta.new_empty(shape)
-
-
-def _parents_first(parents: tuple[int, ...]) -> list[int]:
-    return sorted(range(len(parents)), key=lambda at: parents[at] >= 0)
 
 
 def _has_items(node: fx.Node) -> bool:
