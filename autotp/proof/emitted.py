@@ -29,23 +29,29 @@ class Emitted:
     def __init__(self, variant: Variant, program: Program, trace: Trace) -> None:
         """The nodes of `variant`, which `trace` says what they are of `program`."""
         self.variant, self.traced = variant, trace.values
-        graph = program.graph
-        self.values = {node.name: _value(node) for node in graph.nodes}
-        self.tensors = {n.name: str(n.target) for n in graph.nodes if n.op == "get_attr"}
+        self.program = {node.name: node for node in program.graph.nodes}
+        self.values = {node.name: _value(node) for node in program.graph.nodes}
+        self.placed = {self.value(traced) for traced in trace.values.values()}
         self.nodes: dict[str, fx.Node] = {}
         self.readers: dict[str, list[str]] = {}
-        for path, graph in (
-            *self.variant.outlined.layers.items(),
-            ("", self.variant.outlined.root),
-        ):
+        outlined = variant.outlined
+        for path, graph in (*outlined.layers.items(), ("", outlined.root)):
             self._add(path, graph)
 
     def of(self, name: str) -> TracedValue | None:
-        """What the emitted node is; None for one that has no counterpart."""
-        node = self.nodes.get(name)
-        if name in self.traced or node is None or node.op != "get_attr":
+        """What the emitted node is; None for one without a counterpart, or a defined value.
+
+        Constraints: what the trace does not name, yet stands in the program as well (values that
+        depend on no parameter, parameters as stored), is whole on every rank.
+        """
+        node, same = self.nodes.get(name), self.program.get(name)
+        if node is None or "::empty" in op_name(node.target) or "_empty" in op_name(node.target):
+            return None
+        if name in self.traced or same is None or same.op != node.op:
             return self.traced.get(name)
-        return TracedValue(name, 0, REPLICATED, None)
+        stored = node.op == "get_attr"
+        kept = self.values[name] not in self.placed and same.target == node.target
+        return TracedValue(name, 0, REPLICATED, None) if stored or kept else None
 
     def value(self, traced: TracedValue) -> Value:
         """The value of the program that an emitted one is."""
@@ -82,7 +88,7 @@ class Emitted:
         """The emitted node `name`: op, module path, source line, and what it reads."""
         traced = self.of(name)
         if self.nodes[name].op == "get_attr" and traced is not None:
-            return f"{name} = {self.tensors.get(traced.origin, traced.origin)}"
+            return f"{name} = {self.program[traced.origin].target}"
         text = whereabouts(self.nodes[name], name)
         placed = [(n, t) for n in self._operands(name) if (t := self.of(n))]
         if not placed:

@@ -148,11 +148,25 @@ class _Proof:
         worst = max(wrong, key=lambda about: figures.gaps[about].relative)
         return f"no single node: {worst}: {figures.gaps[worst]}"
 
+    def _drawing(self) -> str:
+        """Why a split value may differ without any fault; empty where nothing is drawn."""
+        program = self.runs.case.program
+        tagged = (getattr(n.target, "tags", ()) for n in program.graph.nodes)
+        count = sum(torch.Tag.nondeterministic_seeded in tags for tags in tagged)
+        if not (program.training and count):
+            return ""
+        return (
+            f"the model is in train mode and {count} of its ops may draw random numbers; where a "
+            "value is split, ranks draw others than the whole model. Compare in eval mode"
+        )
+
     def _evidence(self, figures: Figures, fault: str | None) -> Evidence:
         plan, seen = self.runs.plan, +figures.collectives
         phases = ("forward", "backward") if self.runs.gradients else ("forward",)
         planned = (c for c in plan.collectives if c.phase in phases)
         predicted = Counter(f"{c.phase} {c.kind}" for c in planned)
+        if fault is not None and (drawing := self._drawing()):
+            self.notes.append(drawing)
         if predicted != seen and not figures.failure:
             self.notes.append(f"predicted are {dict(predicted)}, executed {dict(seen)}")
         outputs = figures.of("output").values()
