@@ -17,7 +17,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class Baked(nn.Module):
-    """A module with dtypes and device baked into its code; copies share it, pickles do not exist."""
+    """A module whose code has dtypes and a device baked in; it copies, but does not pickle."""
 
     def _apply(self: T, fn: Callable[..., torch.Tensor], recurse: bool = True) -> T:
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):

@@ -171,7 +171,7 @@ class ShardedModel(Baked):
         with _CAPTURING:
             found = self._find(key, inputs)
             if found is None:
-                self.sharded_state.make_variant(self, inputs)
+                self.sharded_state.make_variant(self, self.sharded_signature.spelled(inputs))
                 found = self._find(key, inputs)
         if found is None:
             raise CaptureError(

@@ -80,6 +80,11 @@ class Signature:
             given[name] = value
         return {name: value for name, value in given.items() if not self._is_idle(name, value)}
 
+    def spelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs as a capture needs them: `use_cache=False` is said, else a cache comes out."""
+        idle = {"use_cache": False} if "use_cache" in self.names else {}
+        return idle | dict(inputs)
+
     def _check_name(self, name: str, given: Mapping[str, Any]) -> None:
         if name in given:
             raise CaptureError(
