@@ -8,7 +8,7 @@ import copy
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Unpack
@@ -162,7 +162,14 @@ class Made:
     solution: Solution
     decision: Decision
     rewritten: Rewritten
-    outlined: Outlined
+    outlined: dict[torch.device, Outlined] = field(default_factory=dict[torch.device, Outlined])
+
+    def layers(self, device: torch.device) -> Outlined:
+        """The rewritten graph in layers, for `device`; made once, the same for every rank."""
+        if device not in self.outlined:
+            retarget(self.rewritten.graph, device)
+            self.outlined[device] = outline(self.rewritten.graph)
+        return self.outlined[device]
 
 
 class _Work:
@@ -179,7 +186,7 @@ class _Work:
         given = inputs if inputs is not None else options.example_inputs
         if given is None:
             given = example_inputs(model, self.training)
-        self.inputs = dict(given)
+        self.inputs = Signature.of(type(model)).spelled(given)
         self.rules = rulebook.load()
         machine = options.machine
         self.machine = (
@@ -227,13 +234,11 @@ class _Work:
             decision,
             training=self.training,
         )
-        return Made(drawn, posed, solution, decision, rewritten, outline(rewritten.graph))
+        return Made(drawn, posed, solution, decision, rewritten)
 
     def built(self, made: Made, where: Group) -> ShardedModel:
         """One rank's model around its shards."""
         device = torch.device("meta") if _is_meta(self.model) and not _real(where) else where.device
-        retarget(made.rewritten.graph, device)
-        outlined = outline(made.rewritten.graph)
         tree = build_tree(
             self.model,
             dict(self._shards(made.plan, where, device)),
@@ -242,7 +247,7 @@ class _Work:
             device=device,
             make_variant=self._maker(where, made.plan, device),
         )
-        tree.add_variant(self._key(), self.program, outlined, made.plan)
+        tree.add_variant(self._key(), self.program, made.layers(device), made.plan)
         return tree
 
     def _shards(
@@ -267,9 +272,7 @@ class _Work:
             skeleton.train(sharded.training)
             work = _Work(skeleton, options, _on_meta(inputs))
             made = work.made(where.size, where.name)
-            retarget(made.rewritten.graph, device)
-            outlined = outline(made.rewritten.graph)
-            sharded.add_variant(work._key(), work.program, outlined, made.plan)
+            sharded.add_variant(work._key(), work.program, made.layers(device), made.plan)
 
         return make
 

@@ -71,6 +71,7 @@ class _Writer:
         self.plain: dict[fx.Node, Any] = {}
         self.placed: dict[Value, dict[Placement, fx.Node]] = {}
         self.made: dict[Value, Placement] = {}
+        self.locals: dict[object, torch.Tensor] = {}
         self.constants: dict[tuple[fx.Node, Placement, tuple[int, ...]], fx.Node] = {}
 
     def write(self) -> None:
@@ -343,7 +344,11 @@ class _Writer:
         known = all(-1 not in (s.outer, s.inner) for s in cut.segments)
         whole = shape[placement.dim]
         shape[placement.dim] = cut.length(self.target.tp) if known else whole // self.target.tp
-        return meta.new_empty(shape)
+        key = (meta.dtype, tuple(n if type(n) is int else n.node.expr for n in shape))
+        found = self.locals.get(key)
+        if found is None:
+            found = self.locals[key] = meta.new_empty(shape)
+        return found
 
 
 def _has_items(node: fx.Node) -> bool:
