@@ -14,6 +14,7 @@ from autotp.errors import (
 )
 from autotp.pipeline import parallelize, plan, verify
 from autotp.run.model import ShardedModel
+from autotp.show import report as _report  # noqa: F401  print(plan) shows it
 
 __all__ = [
     "AutotpError",

@@ -41,6 +41,14 @@ class Layouts:
             return "vocabulary"
         return "row" if self._contracted(name, placement.axis) else "column"
 
+    def fits(self, name: str, placement: Placement, layout: str) -> bool:
+        """Whether `placement` is what an override that asks for `layout` may mean."""
+        if placement.kind != "S":
+            return layout == "replicated"
+        contracted = self._contracted(name, placement.axis)
+        plain = "row" if contracted else "column"  # a head along the vocabulary is column-parallel
+        return layout in (plain, self.of(name, placement))
+
     def is_norm(self, name: str) -> bool:
         """Whether a vector scales or shifts what it meets, rather than being a product's bias."""
         node = self.analysis.parameters[name]
@@ -50,6 +58,11 @@ class Layouts:
             k not in use.rule.bias and all(f.kind != "reduce" for f in use.rule.factors)
             for use, k in self._readers((node, 0))
         )
+
+    def is_bias(self, name: str) -> bool:
+        """Whether a parameter is only ever added to a product."""
+        readers = list(self._readers((self.analysis.parameters[name], 0)))
+        return bool(readers) and all(k in use.rule.bias for use, k in readers)
 
     def _contracted(self, name: str, axis: str) -> bool:
         for use, k in self._readers((self.analysis.parameters[name], 0)):

@@ -4,13 +4,10 @@
 them in lockstep beside the whole model.
 """
 
-import copy
 import gzip
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
-from pathlib import Path
 from typing import Any, Unpack
 
 import torch
@@ -20,19 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.run.conjugates  # noqa: F401  registers the ops that rewritten graphs hold
 from autotp import rulebook
-from autotp.analysis import Analysis, Decision, Matching
+from autotp.analysis import Decision
+from autotp.constraints import Allowed, as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
 from autotp.core.iopddl import solution_json, to_iopddl
 from autotp.core.machine import Machine, load_machine
-from autotp.core.placement import Placement
 from autotp.core.plan import Plan
 from autotp.core.problem import Solution
 from autotp.core.split import Split
 from autotp.core.trace import Trace
+from autotp.dump import graph_json
 from autotp.errors import PlanError
-from autotp.layouts import LAYOUTS, Layouts, overridden
 from autotp.options import Keywords, Options
-from autotp.passes.account import Asked, Found, Whole, account, fingerprint
+from autotp.passes.account import Asked, Found, account
 from autotp.passes.analyse import analyse
 from autotp.passes.capture import capture
 from autotp.passes.capture_inputs import example_inputs
@@ -51,6 +48,7 @@ from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree
 from autotp.run.variant import Signature, key_of
 from autotp.sizes import Pricing
+from autotp.whole import on_meta, skeleton, whole_of
 
 __all__ = ["dry_run", "parallelize", "plan", "verify"]
 
@@ -147,7 +145,7 @@ def dry_run(
     return {
         "plan.json": made.plan.to_json(),
         "graph.py": sharded.code(),
-        "graph.json": json.dumps(_graph_json(made.rewritten), indent=1) + "\n",
+        "graph.json": json.dumps(graph_json(made.rewritten.graph, made.rewritten.values), indent=1) + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
         "solution.json": json.dumps(solution_json(made.posed.problem, made.solution)) + "\n",
     }
@@ -192,7 +190,7 @@ class _Work:
         self.machine = (
             machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
         )
-        self.whole = _whole(model)
+        self.whole = whole_of(model)
         self.program = capture(model, self.inputs)
         names = list(self.whole.parameters)
         self.analysis = analyse(self.program, names, self.rules, strict=options.strict)
@@ -214,7 +212,7 @@ class _Work:
             self.machine,
             self.pricing.bytes,
             self.options.shard_threshold,
-            self._allowed(tp, self._given(tp)),
+            self._allowed(tp),
             everything,
         )
         return pose(self.analysis, self.matching, terms)
@@ -265,12 +263,12 @@ class _Work:
         self, where: Group, first: Plan, device: torch.device
     ) -> Callable[[ShardedModel, Mapping[str, Any]], None]:
         """What captures a further variant: from a meta copy, with the parameters' layouts kept."""
-        skeleton = _skeleton(self.model)
+        bare = skeleton(self.model)
         options = replace(self.options, plan=first, training=first.training)
 
         def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
-            skeleton.train(sharded.training)
-            work = _Work(skeleton, options, _on_meta(inputs))
+            bare.train(sharded.training)
+            work = _Work(bare, options, on_meta(inputs))
             made = work.made(where.size, where.name)
             sharded.add_variant(work._key(), work.program, made.layers(device), made.plan)
 
@@ -296,75 +294,12 @@ class _Work:
             reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
         )
 
-    # ── overrides and given plans ────────────────────────────────────────────────────────────
-
-    def _given(self, tp: int) -> Plan | None:
-        given = self.options.plan
-        if given is None:
-            return None
-        drawn = given if isinstance(given, Plan) else Plan.from_json(Path(given))
-        where = f"plan= (for {drawn.model}, tp {drawn.tp})"
-        if drawn.tp != tp:
-            raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={drawn.tp}.")
-        if drawn.fingerprint != fingerprint(self.whole):
-            raise PlanError(
-                f"{where}: its {len(drawn.parameters)} parameters are not the "
-                f"{len(self.whole.parameters)} of {self.whole.name}{_difference(drawn, self.whole)}. "
-                "Give the plan of this very model, or none."
-            )
-        if drawn.training != self.training:
-            raise PlanError(
-                f"{where}: was made with training={drawn.training}, asked for is "
-                f"training={self.training}. Pass training={drawn.training}, or make another plan."
-            )
-        return drawn
-
-    def _allowed(
-        self, tp: int, followed: Plan | None
-    ) -> dict[str, Callable[[Placement], bool]]:
-        if followed is not None:
-            return {n: self._as_planned(followed, n) for n in self.analysis.parameters}
-        allowed: dict[str, Callable[[Placement], bool]] = {}
-        layouts = Layouts(self.analysis, self.matching)
-        for glob, layout in self.options.overrides.items():
-            for name in self._chosen(glob, layout):
-                allowed[name] = _having(layouts, name, layout)
-        return allowed
-
-    def _as_planned(self, followed: Plan, name: str) -> Callable[[Placement], bool]:
-        record = followed.parameters[name]
-        node = self.analysis.parameters[name]
-        dims = self.analysis.dims[(node, 0)]
-
-        def same(placement: Placement) -> bool:
-            if placement.kind != "S":
-                return record.dim is None and placement.kind == record.placement[0].kind
-            if placement.dim != record.dim:
-                return False
-            forest = self.analysis.forest
-            atom = forest.find(forest.atoms[int(placement.axis[1:])])
-            split = forest.split(dims[placement.dim], atom)
-            return split is not None and split.encode() == record.split
-
-        return same
-
-    def _chosen(self, glob: str, layout: str) -> list[str]:
-        if layout not in LAYOUTS:
-            close = get_close_matches(layout, LAYOUTS, 1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise PlanError(
-                f"overrides: {glob!r} asks for layout {layout!r}; layouts are "
-                f"{', '.join(LAYOUTS)}.{hint}"
-            )
-        names = [n for n in self.analysis.parameters if overridden(n, glob)]
-        if not names:
-            every = list(self.whole.parameters)
-            close = get_close_matches(glob, every, 3, 0.3) or every[:3]
-            raise PlanError(
-                f"overrides: {glob!r} matches none of the {len(every)} parameters of "
-                f"{self.whole.name}. Names are such as {', '.join(close)}."
-            )
-        return names
+    def _allowed(self, tp: int) -> Allowed:
+        """What a plan to follow, or overrides, leave to each parameter."""
+        if self.options.plan is not None:
+            plan = followed(self.options.plan, self.whole, tp, training=self.training)
+            return as_planned(plan, self.analysis)
+        return as_overridden(self.options.overrides, self.whole, self.analysis, self.matching)
 
     def _refuse_whole(self, drawn: Plan) -> None:
         if self.options.strict and drawn.tp > 1 and drawn.replicated_fraction > 0.1:
@@ -375,49 +310,9 @@ class _Work:
             )
 
 
-def _having(layouts: Layouts, name: str, layout: str) -> Callable[[Placement], bool]:
-    def has(placement: Placement) -> bool:
-        found = layouts.of(name, placement)
-        return found == layout or (layout == "replicated" and placement.kind != "S")
-
-    return has
-
-
 def _check_tp(tp: object) -> None:
     if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
         raise PlanError(f"tp={tp!r}: must be a whole number of ranks, 1 or more, such as tp=8.")
-
-
-def _whole(model: nn.Module) -> Whole:
-    first: dict[int, str] = {}
-    tied: dict[str, str] = {}
-    parameters: dict[str, torch.Tensor] = {}
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        if id(tensor) in first:
-            tied[name] = first[id(tensor)]
-        else:
-            first[id(tensor)] = name
-            parameters[name] = tensor
-    return Whole(type(model).__name__, parameters, dict(model.named_buffers()), tied)
-
-
-def _skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model on meta: its structure without any values."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
-        )
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
-
-
-def _on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    def moved(x: Any) -> Any:
-        return x.to("meta") if isinstance(x, torch.Tensor) else x
-
-    return {k: torch.utils._pytree.tree_map(moved, v) for k, v in inputs.items()}
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -437,16 +332,6 @@ def _sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, in
     return sizes
 
 
-def _difference(drawn: Plan, whole: Whole) -> str:
-    for name, record in drawn.parameters.items():
-        tensor = whole.parameters.get(name)
-        if tensor is None:
-            return f" (the model has no {name})"
-        if tuple(tensor.shape) != record.shape:
-            return f" ({name} is {list(record.shape)} in the plan, {list(tensor.shape)} in the model)"
-    return ""
-
-
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -459,23 +344,3 @@ def _real(where: Group) -> bool:
     return dist.is_initialized() and where.name != "tp"
 
 
-def _graph_json(rewritten: Rewritten) -> list[dict[str, Any]]:
-    """The flat rewritten graph, a node an entry, with each value's placement."""
-    entries: list[dict[str, Any]] = []
-    for node in rewritten.graph.nodes:
-        traced = rewritten.values.get(node.name)
-        val = node.meta.get("val")
-        entries.append(
-            {
-                "name": node.name,
-                "op": node.op,
-                "target": str(node.target),
-                "args": [str(a) for a in node.args],
-                "kwargs": {k: str(v) for k, v in node.kwargs.items()},
-                "module": next((e[0] for e in reversed((node.meta.get("nn_module_stack") or {}).values())), ""),
-                "shape": [str(s) for s in val.shape] if isinstance(val, torch.Tensor) else None,
-                "placement": str(traced.placement) if traced else None,
-                "origin": traced.origin if traced else None,
-            }
-        )
-    return entries

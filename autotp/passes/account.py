@@ -4,7 +4,6 @@ Names for axes, human layouts, what each rank holds, the collectives with their 
 stays whole and why.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,18 +21,9 @@ from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Split
 from autotp.layouts import Layouts, overridden
 from autotp.sizes import Pricing
+from autotp.whole import Whole, fingerprint
 
-__all__ = ["Asked", "Whole", "account", "fingerprint"]
-
-
-@dataclass(frozen=True, slots=True)
-class Whole:
-    """The model as it is: parameters and buffers by their first name, and further names of each."""
-
-    name: str
-    parameters: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    tied: Mapping[str, str]
+__all__ = ["Asked", "Found", "account"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +56,6 @@ class Found:
 def account(whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> Plan:
     """The plan of a decision."""
     return _Accountant(whole, found, pricing, asked).plan()
-
-
-def fingerprint(whole: Whole) -> str:
-    """A hash over the names, shapes and dtypes of a model's parameters."""
-    lines = (f"{n} {tuple(t.shape)} {t.dtype}" for n, t in whole.parameters.items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 class _Accountant:
@@ -251,6 +235,8 @@ class _Accountant:
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
             return self._reason_in_pair(name, pair)
+        if self.layouts.is_bias(name):
+            return "a row-parallel layer adds its bias once, after the sum"
         if layout == "norm":
             return "a norm needs its whole dim on every rank"
         return "no axis of it runs cleanly from an opener to a closer"

@@ -38,6 +38,20 @@ def analyse(
     return reader.analysis
 
 
+def _unknown(nodes: Sequence[fx.Node]) -> str:
+    first = nodes[0]
+    stack = first.meta.get("nn_module_stack") or {}
+    path = next((entry[0] for entry in reversed(stack.values())), "") or "the root"
+    line = (first.meta.get("stack_trace") or "").strip().splitlines()
+    source = f" ({line[-2].strip()}: {line[-1].strip()})" if len(line) > 1 else ""
+    others = sorted({str(n.target) for n in nodes} - {str(first.target)})
+    more = f"; without one too: {', '.join(others)}" if others else ""
+    return (
+        f"node {first.name} in {path}{source}: op {first.target} has no rule, and strict=True{more}. "
+        "Add a row to rules/aten/ (rules/README.md), or leave strict off: the op then acts whole."
+    )
+
+
 class _Reader:
     """The state of one pass over a program."""
 

@@ -260,6 +260,9 @@ class _Finder:
         weight = {p: sum(self._bytes(n) for n in {*p.openers, *p.closers}) for p in out.pairs}
         for name in self.analysis.parameters:
             mine = [p for p in out.pairs if name in p.openers or name in p.closers]
+            closed = [p for p in mine if name in p.closers and not p.vocabulary]
+            if closed and name not in self.tables:  # the last closer's own output is no vocabulary
+                mine = closed
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
             if mine:
                 out.pair_of[name] = mine[0]

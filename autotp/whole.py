@@ -1,0 +1,61 @@
+"""The model as it is given: its tensors once each, a mark to know it by, and a copy without values."""
+
+import copy
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Whole", "fingerprint", "on_meta", "skeleton", "whole_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The model as it is: parameters and buffers by their first name, and further names of each."""
+
+    name: str
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    tied: Mapping[str, str]
+
+
+def fingerprint(whole: Whole) -> str:
+    """A hash over the names, shapes and dtypes of a model's parameters."""
+    lines = (f"{n} {tuple(t.shape)} {t.dtype}" for n, t in whole.parameters.items())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def whole_of(model: nn.Module) -> Whole:
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    parameters: dict[str, torch.Tensor] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            parameters[name] = tensor
+    return Whole(type(model).__name__, parameters, dict(model.named_buffers()), tied)
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy of the model on meta: its structure without any values."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def moved(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    return {k: pytree.tree_map(moved, v) for k, v in inputs.items()}
