@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.node import Argument, Target
 
 from autotp.analysis import Use
 from autotp.core.axis import Atom, Dim, Forest
@@ -36,14 +37,18 @@ class Site:
     args: list[Any]
     kwargs: dict[str, Any]
 
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, target: Target, *args: Argument) -> fx.Node:
         """A new node of the graph."""
-        return self.graph.call_function(target, args, kwargs)
+        return self.graph.call_function(cast("Callable[..., Any]", target), args)
 
     def plain(self) -> fx.Node:
         """The node as it stands, on the converted operands."""
         return self.graph.create_node(
-            "call_function", self.use.node.target, tuple(self.args), self.kwargs, name=self.use.node.name
+            "call_function",
+            self.use.node.target,
+            tuple(self.args),
+            self.kwargs,
+            name=self.use.node.name,
         )
 
     def argument(self, *names: str) -> tuple[int | str, Any]:
@@ -56,7 +61,7 @@ class Site:
                 return argument.name, self.kwargs.get(argument.name, argument.default_value)
         return -1, None
 
-    def replace(self, place: int | str, value: Any) -> None:
+    def replace(self, place: int | str, value: Argument) -> None:
         """Set the argument at `place`."""
         if isinstance(place, int):
             self.args[place] = value
@@ -67,8 +72,8 @@ class Site:
 Form = Callable[[Site], fx.Node]
 
 
-def local_size(size: Any, dim: Dim, site: Site) -> Any:
-    """A size argument as this rank has it: an integer, -1 as it is, or a node divided by the group."""
+def local_size(size: Argument, dim: Dim, site: Site) -> Argument:
+    """A size argument as this rank has it: an integer, -1 as it is, or a node divided by tp."""
     if size == -1:
         return size
     if isinstance(size, fx.Node):
@@ -88,7 +93,8 @@ def sizes(site: Site) -> fx.Node:
     if listed is None:
         return site.plain()
     _, first = site.argument("dim")
-    offset = first if isinstance(first, int) else 0  # unflatten lists the sizes of one dim only
+    rank = len(site.use.operands[0].dims)
+    offset = first % rank if isinstance(first, int) else 0  # unflatten lists one dim's sizes only
     placed = site.strategy.results[0].dim
     local = list(cast("Sequence[Any]", listed))
     if offset <= placed < offset + len(local):
@@ -108,7 +114,10 @@ def cut(site: Site) -> fx.Node:
     stop = start + local_length(site.use.rule.extra["piece"][0], site)
     del place
     return site.graph.create_node(
-        "call_function", site.use.node.target, (site.args[0], at or 0, start, stop), name=site.use.node.name
+        "call_function",
+        site.use.node.target,
+        (site.args[0], at or 0, start, stop),
+        name=site.use.node.name,
     )
 
 
@@ -160,7 +169,11 @@ def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) ->
 def rescale(site: Site) -> fx.Node:
     """A mean over a split dim: the local mean is over fewer elements, so its share is 1/tp."""
     value = site.plain()
-    return site.call(aten.div.Tensor, value, site.tp) if site.strategy.results[0].kind == "P" else value
+    return (
+        site.call(aten.div.Tensor, value, site.tp)
+        if site.strategy.results[0].kind == "P"
+        else value
+    )
 
 
 FORMS: Mapping[str, Form] = {

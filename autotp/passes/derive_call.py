@@ -1,0 +1,197 @@
+"""What a rule sees of one node, and the notation applied to it: factor words bound to dims."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autotp.core.axis import Dim, Forest
+from autotp.core.notation import ELLIPSIS, Pattern, Signature
+from autotp.core.rule import Factor, FactorKind, NodeRule, Row, Slot
+from autotp.core.size import Size
+
+__all__ = ["Binding", "Builder", "Call", "moved", "notation", "position", "renumbered"]
+
+
+@dataclass(slots=True)
+class Call:
+    """One node as a rule sees it.
+
+    - `operands`: dims of each tensor operand that is there; `sizes`: sizes of each result's dims.
+    - `positions`: for each tensor argument of the schema, its operand number, None if absent, -1 if
+      it is a literal.
+    - `arguments`: all arguments by schema name, defaults filled in; `dims`: the forest.
+    """
+
+    forest: Forest
+    operands: list[tuple[Dim, ...]]
+    sizes: list[tuple[Size, ...]]
+    positions: tuple[int | None, ...]
+    arguments: Mapping[str, Any]
+    row: Row
+
+    def axis(self, value: int, rank: int) -> int:
+        """`value` as a dim counted from 0."""
+        return value % rank if rank else 0
+
+    def fresh(self, result: int, dim: int, *, data: bool = False) -> Dim:
+        """A fresh dim of the size of a result's dim."""
+        return self.forest.dim(self.sizes[result][dim], data=data)
+
+
+Builder = Callable[[Call], NodeRule | None]
+
+
+def notation(call: Call, signature: Signature) -> NodeRule | None:
+    """The node rule that a signature gives, or None if the ranks do not fit it."""
+    present = [(k, i) for k, i in enumerate(call.positions[: len(signature.operands)])]
+    binding = Binding(call, signature)
+    for position, index in present:
+        if index is None or index < 0:
+            continue
+        if not binding.operand(signature.operands[position], index):
+            return None
+    return binding.rule()
+
+
+class Binding:
+    """Factor words bound to dims while one signature is matched against one call."""
+
+    def __init__(self, call: Call, signature: Signature) -> None:
+        self.call, self.signature = call, signature
+        self.dims: dict[str, Dim] = {}
+        self.slots: dict[str, list[Slot]] = {}
+        self.broken: set[str] = set()
+
+    def operand(self, pattern: Pattern, index: int) -> bool:
+        """Whether operand `index` fits `pattern`; binds its factors."""
+        dims = self.call.operands[index]
+        words = self._words(pattern, len(dims))
+        if words is None or len(words) != len(dims):
+            return False
+        for at, (names, dim) in enumerate(zip(words, dims, strict=True)):
+            if not self._bind(names, dim, (index, at)):
+                return False
+        return True
+
+    def _words(self, pattern: Pattern, rank: int) -> list[tuple[str, ...]] | None:
+        if pattern[:1] != ((ELLIPSIS,),):
+            return list(pattern[max(0, len(pattern) - rank) :])  # fewer dims: broadcast
+        count = rank - len(pattern) + 1
+        if count < 0:
+            return None
+        leading = [(f"{ELLIPSIS}{k}",) for k in reversed(range(count))]  # aligned from the right
+        return [*leading, *pattern[1:]]
+
+    def _bind(self, names: tuple[str, ...], dim: Dim, slot: Slot) -> bool:
+        forest = self.call.forest
+        if not forest.flat(dim):
+            return True  # size 1: broadcast, or every factor of the group has size 1
+        if len(names) == 1:
+            return self._bind_one(names[0], dim, slot)
+        return self._bind_group(names, dim, slot)
+
+    def _bind_one(self, name: str, dim: Dim, slot: Slot) -> bool:
+        self.slots.setdefault(name, []).append(slot)
+        if name not in self.dims:
+            self.dims[name] = dim
+        elif self.call.forest.size(self.dims[name]) != self.call.forest.size(dim) or not (
+            self.call.forest.unify(self.dims[name], dim)
+        ):
+            self.broken.add(name)
+        return True
+
+    def _bind_group(self, names: tuple[str, ...], dim: Dim, slot: Slot) -> bool:
+        forest = self.call.forest
+        known = [n for n in names if n in self.dims]
+        unknown = [n for n in names if n not in self.dims]
+        if len(unknown) > 1:
+            return False
+        if unknown:
+            rest = forest.size(dim)
+            for name in known:
+                quotient = rest.over(forest.size(self.dims[name]))
+                if quotient is None:
+                    return False
+                rest = quotient
+            self.dims[unknown[0]] = forest.dim(rest)
+        whole = tuple(atom for name in names for atom in self.dims[name])
+        united = forest.unify(whole, dim)
+        for name in names:
+            self.slots.setdefault(name, []).append(slot)
+            if not united:
+                self.broken.add(name)
+        return True
+
+    def rule(self) -> NodeRule:
+        """The node rule of everything bound."""
+        results = tuple(self._result(k, p) for k, p in enumerate(self.signature.results))
+        row = self.call.row
+        return NodeRule(
+            factors=tuple(self._factor(name) for name in self.slots),
+            results=results,
+            linear=renumbered(self.call, row.linear),
+            bias=frozenset(
+                i for b in row.bias if (i := position(self.call, b)) is not None and i >= 0
+            ),
+            emit=row.emit,
+            loss=row.loss,
+        )
+
+    def _result(self, number: int, pattern: Pattern) -> tuple[Dim, ...]:
+        words = self._words(pattern, len(self.call.sizes[number]))
+        assert words is not None
+        out: list[Dim] = []
+        for at, names in enumerate(words):
+            size = self.call.sizes[number][at]
+            dim = tuple(a for n in names for a in self.dims.get(n, ()))
+            if self.call.forest.size(dim) != size:  # sizes that only agree symbolically
+                self.broken.update(names)
+                dim = self.call.forest.dim(size)
+            for name in names:
+                if name in self.slots:
+                    self.slots[name].append((~number, at))
+            out.append(dim)
+        return tuple(out)
+
+    def _factor(self, name: str) -> Factor:
+        join = self.call.row.reduce.get(name, "")
+        kind: FactorKind = "pass"
+        if name in self.broken or name in self.call.row.whole or join in ("max", "none"):
+            kind = "whole"
+        elif join:
+            kind = "reduce"
+        return Factor(
+            kind, self.dims[name], tuple(self.slots[name]), join if kind == "reduce" else ""
+        )
+
+
+def position(call: Call, number: int) -> int | None:
+    """The operand number of tensor argument `number`: None if it is absent, -1 if a literal."""
+    return call.positions[number] if number < len(call.positions) else None
+
+
+def renumbered(call: Call, sets: Sequence[frozenset[int]]) -> tuple[frozenset[int], ...]:
+    """Linear sets over present operands; a set that needs a literal (`x + 1.0`) is gone."""
+    out: list[frozenset[int]] = []
+    for operands in sets:
+        numbers = [position(call, n) for n in sorted(operands)]
+        if -1 not in numbers and any(n is not None for n in numbers):
+            found = frozenset(n for n in numbers if n is not None)
+            if found not in out:
+                out.append(found)
+    return tuple(out)
+
+
+def moved(call: Call, source: Sequence[int | None]) -> NodeRule:
+    """One operand whose dims move to a result: `source[j]` is the operand dim of result dim j."""
+    dims = call.operands[0]
+    results = tuple(() if s is None else dims[s] for s in source)
+    factors = [
+        Factor("pass", dims[s], ((0, s), (~0, j)))
+        for j, s in enumerate(source)
+        if s is not None and dims[s]
+    ]
+    factors += [
+        Factor("whole", dims[i], ((0, i),)) for i in range(len(dims)) if i not in source and dims[i]
+    ]
+    return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=call.row.emit)

@@ -1,0 +1,114 @@
+"""Rules of ops whose argument names the dims that are contracted, whole or looked up."""
+
+from typing import Any, cast
+
+from autotp.core.axis import Dim
+from autotp.core.notation import parse
+from autotp.core.rule import Factor, FactorKind, NodeRule
+from autotp.passes.derive_call import Call, notation, renumbered
+
+__all__ = ["along", "index", "like", "trailing", "whole"]
+
+
+def along(call: Call) -> NodeRule | None:
+    """The dims that an argument names are contracted or whole; every other dim passes.
+
+    Options: `kind` = whole | sum | mean | max; `argument` = its name (default "dim"); `keep` = True
+    if the dim stays (softmax), else it follows the op's own `keepdim`; `linear` = True if linear.
+    """
+    options = call.row.options
+    dims = call.operands[0]
+    named = call.arguments.get(str(options.get("argument", "dim")))
+    if named is None or named == []:
+        chosen = set(range(len(dims)))
+    else:
+        listed = cast("list[int]", named if isinstance(named, list | tuple) else [named])
+        chosen = {call.axis(d, len(dims)) for d in listed}
+    keep = bool(options.get("keep", False))
+    kept = keep or bool(call.arguments.get("keepdim", False))
+    return _along(call, chosen, str(options.get("kind", "whole")), keep=keep, kept=kept)
+
+
+def _along(call: Call, chosen: set[int], join: str, *, keep: bool, kept: bool) -> NodeRule:
+    factors: list[Factor] = []
+    results: list[list[Dim]] = [[] for _ in call.sizes]
+    for i, dim in enumerate(call.operands[0]):
+        j = len(results[0])
+        if i in chosen:
+            kind: FactorKind = "reduce" if join in ("sum", "mean") else "whole"
+            if dim:
+                factors.append(Factor(kind, dim, ((0, i),), join if kind == "reduce" else ""))
+            for k, dims in enumerate(results):
+                if kept:
+                    dims.append(_stay(call, dim, k, j, same=keep))
+            continue
+        if dim:
+            factors.append(Factor("pass", dim, ((0, i), *((~k, j) for k in range(len(results))))))
+        for dims in results:
+            dims.append(dim)
+    linear = (frozenset({0}),) if join in ("sum", "mean") or call.row.options.get("linear") else ()
+    emit = call.row.emit or ("rescale" if join == "mean" else "")
+    return NodeRule(tuple(factors), tuple(tuple(r) for r in results), linear=linear, emit=emit)
+
+
+def _stay(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
+    if same and call.forest.size(dim) == call.sizes[result][at]:
+        return dim
+    return call.fresh(result, at, data=any(a.data for a in call.forest.flat(dim)))
+
+
+def index(call: Call) -> NodeRule | None:
+    """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes."""
+    listed = cast("list[Any]", call.arguments["indices"])
+    used = [k for k, item in enumerate(listed) if item is not None]
+    if not used or used != list(range(used[0], used[-1] + 1)):
+        return None
+    source = call.operands[0]
+    rank = len(call.sizes[0]) - (len(source) - len(used))
+    factors = [Factor("whole", source[k], ((0, k),)) for k in used if source[k]]
+    middle: list[Dim] = []
+    for j in range(rank):
+        middle.append(call.fresh(0, used[0] + j, data=True))
+    results: list[Dim] = [*source[: used[0]], *middle, *source[used[-1] + 1 :]]
+    for i, dim in enumerate(source):
+        if i not in used and dim:
+            j = i if i < used[0] else i - len(used) + rank
+            factors.append(Factor("pass", dim, ((0, i), (~0, j))))
+    factors += [Factor("whole", d, ((~0, used[0] + j),)) for j, d in enumerate(middle) if d]
+    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),))
+
+
+def like(call: Call) -> NodeRule | None:
+    """The first operand as it is; the others give no more than a dtype."""
+    dims = call.operands[0]
+    factors = tuple(Factor("pass", d, ((0, i), (~0, i))) for i, d in enumerate(dims) if d)
+    return NodeRule(factors, (dims,), linear=renumbered(call, call.row.linear))
+
+
+def whole(call: Call) -> NodeRule | None:
+    """Every dim whole: the op is known, and no split of it is right."""
+    factors = [
+        Factor("whole", d, ((k, i),))
+        for k, dims in enumerate(call.operands)
+        for i, d in enumerate(dims)
+    ]
+    results = tuple(
+        tuple(call.fresh(k, j, data=True) for j in range(len(s))) for k, s in enumerate(call.sizes)
+    )
+    return NodeRule(tuple(factors), results)
+
+
+def trailing(call: Call) -> NodeRule | None:
+    """The last dims, as many as `normalized_shape` has, are whole in every operand."""
+    count = len(cast("list[int]", call.arguments["normalized_shape"]))
+    words = " ".join(f"n{k}" for k in range(count))
+    others = ", ".join([words] * (len(call.positions) - 1))
+    rule = notation(call, parse(f"... {words}, {others} -> ... {words}"))
+    if rule is None:
+        return None
+    rank = len(call.operands[0])
+    whole = {(0, rank - 1 - k) for k in range(count)}
+    factors = tuple(
+        Factor("whole", f.dim, f.slots) if whole & set(f.slots) else f for f in rule.factors
+    )
+    return NodeRule(factors, rule.results)

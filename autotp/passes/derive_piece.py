@@ -1,0 +1,190 @@
+"""Rules of ops that cut a dim into pieces, and of those that join pieces."""
+
+from autotp.core.axis import Dim
+from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
+from autotp.core.size import Size
+from autotp.passes.derive_call import Call, moved
+
+__all__ = ["concatenate", "divide", "select", "stack", "take", "unbind"]
+
+
+def _others(
+    call: Call, at: int, operand: int = 0, result: int = 0, *, shift: int = 0
+) -> list[Factor]:
+    """Passing factors of every dim but `at`; result dims after `at` are shifted."""
+    out: list[Factor] = []
+    for i, dim in enumerate(call.operands[operand]):
+        if i != at and dim:
+            out.append(Factor("pass", dim, ((operand, i), (~result, i + (shift if i > at else 0)))))
+    return out
+
+
+def _replaced(call: Call, at: int, dim: Dim) -> tuple[Dim, ...]:
+    return tuple(dim if i == at else d for i, d in enumerate(call.operands[0]))
+
+
+def take(call: Call) -> NodeRule | None:
+    """A slice of one dim: a segment of it, or (with a step) its major factor."""
+    dims = call.operands[0]
+    at = call.axis(call.arguments["dim"], len(dims))
+    size = call.forest.size(dims[at])
+    start, step = call.arguments.get("start") or 0, call.arguments.get("step", 1)
+    stop = call.arguments.get("end")
+    linear = (frozenset({0}),)
+    if size.static is None or not all(isinstance(n, int) for n in (start, step, stop or 0)):
+        return _whole_dim(call, at, data=True)
+    total = size.static
+    begin, end, _ = slice(start, stop, 1).indices(total)
+    if step != 1:
+        return _strided(call, at, begin, end, step, total)
+    if begin >= end:
+        return _whole_dim(call, at, data=False)
+    tail = call.forest.cut(dims[at], end)
+    head = None if tail is None else call.forest.cut(tail[0], begin)
+    if tail is None or head is None:
+        return _whole_dim(call, at, data=False)
+    piece = head[1]
+    factors = [*_others(call, at), Factor("pass", dims[at], ((0, at), (~0, at)))]
+    extra = {"before": (head[0],) if begin else (), "piece": (piece,)}
+    results = (_replaced(call, at, piece),)
+    return NodeRule(tuple(factors), results, linear=linear, emit="slice", extra=extra)
+
+
+def _strided(call: Call, at: int, begin: int, end: int, step: int, total: int) -> NodeRule | None:
+    """`x[begin::step]` with begin < step: the major factor, where `step` is the minor one."""
+    parts = call.forest.split_dim(call.operands[0][at], Size(step)) if total % step == 0 else None
+    if parts is None or begin >= step or end < total:
+        return _whole_dim(call, at, data=False)
+    factors = [*_others(call, at), Factor("pass", parts[0], ((0, at), (~0, at)))]
+    factors.append(Factor("whole", parts[1], ((0, at),)))
+    results = _replaced(call, at, parts[0])
+    return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit="")
+
+
+def _whole_dim(call: Call, at: int, *, data: bool) -> NodeRule:
+    out = call.fresh(0, at, data=data)
+    dim = call.operands[0][at]
+    factors = _others(call, at)
+    factors += [Factor("whole", d, (slot,)) for d, slot in ((dim, (0, at)), (out, (~0, at))) if d]
+    return NodeRule(tuple(factors), (_replaced(call, at, out),), linear=(frozenset({0}),))
+
+
+def select(call: Call) -> NodeRule | None:
+    """One index of one dim: that dim is whole, and gone."""
+    at = call.axis(call.arguments["dim"], len(call.operands[0]))
+    return moved(call, [i for i in range(len(call.operands[0])) if i != at])
+
+
+def divide(call: Call) -> NodeRule | None:
+    """One dim cut into several results (split, chunk, unbind with kept dim)."""
+    dims = call.operands[0]
+    at = call.axis(call.arguments.get("dim", 0), len(dims))
+    pieces: list[Dim] = []
+    rest = dims[at]
+    for number in range(len(call.sizes) - 1):
+        length = call.sizes[number][at].static
+        halves = None if length is None else call.forest.cut(rest, length)
+        if halves is None:
+            return _whole_pieces(call, at)
+        pieces.append(halves[0])
+        rest = halves[1]
+    pieces.append(rest)
+    count = len(pieces)
+    factors = [
+        Factor("pass", d, ((0, i), *((~k, i) for k in range(count))))
+        for i, d in enumerate(dims)
+        if i != at and d
+    ]
+    factors.append(Factor("pass", dims[at], ((0, at), *((~k, at) for k in range(count)))))
+    results = tuple(_replaced(call, at, p) for p in pieces)
+    return NodeRule(
+        tuple(factors),
+        results,
+        linear=(frozenset({0}),),
+        emit="sections",
+        extra={"pieces": tuple(pieces)},
+    )
+
+
+def _whole_pieces(call: Call, at: int) -> NodeRule:
+    count = len(call.sizes)
+    results = tuple(_replaced(call, at, call.fresh(k, at, data=True)) for k in range(count))
+    factors = [
+        Factor("pass", d, ((0, i), *((~k, i) for k in range(count))))
+        for i, d in enumerate(call.operands[0])
+        if i != at and d
+    ]
+    factors.append(Factor("whole", call.operands[0][at], ((0, at),)))
+    return NodeRule(tuple(factors), results, linear=(frozenset({0}),))
+
+
+def unbind(call: Call) -> NodeRule | None:
+    """One dim taken apart into results that lack it: whole in it."""
+    dims = call.operands[0]
+    at = call.axis(call.arguments.get("dim", 0), len(dims))
+    kept = [(i, d) for i, d in enumerate(dims) if i != at]
+    count = len(call.sizes)
+    factors = [
+        Factor("pass", d, ((0, i), *((~k, j) for k in range(count))))
+        for j, (i, d) in enumerate(kept)
+        if d
+    ]
+    if dims[at]:
+        factors.append(Factor("whole", dims[at], ((0, at),)))
+    return NodeRule(tuple(factors), (tuple(d for _, d in kept),) * count, linear=(frozenset({0}),))
+
+
+def concatenate(call: Call) -> NodeRule | None:
+    """Tensors joined along one dim: a sum of their dims; empty tensors join nothing."""
+    full = max(range(len(call.operands)), key=lambda k: len(call.operands[k]))
+    at = call.axis(call.arguments.get("dim", 0), len(call.operands[full]))
+    rank = len(call.sizes[0])
+    joined = [k for k, dims in enumerate(call.operands) if len(dims) == rank]
+    if len(joined) != len(call.operands):
+        return None
+    factors: list[Factor] = []
+    results: list[Dim] = []
+    for i in range(rank):
+        dim, factor = _joined(call, joined, i, at)
+        results.append(dim)
+        factors += factor
+    linear = (frozenset(range(len(call.operands))),)
+    return NodeRule(tuple(factors), (tuple(results),), linear=linear)
+
+
+def _joined(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[Factor]]:
+    forest = call.forest
+    dims = [call.operands[k][i] for k in joined]
+    slots: tuple[Slot, ...] = (*((k, i) for k in joined), (~0, i))
+    if i == at:
+        parts = [d for d in dims if forest.size(d) != Size(0)]
+        static = all(forest.size(d).static is not None for d in parts)
+        out = (
+            parts[0]
+            if len(parts) == 1
+            else (forest.sum_of(parts),)
+            if static
+            else call.fresh(0, i, data=True)
+        )
+        kind: FactorKind = "pass" if static else "whole"
+        return out, [Factor(kind, out, slots)]
+    ok = all(forest.size(d) == forest.size(dims[0]) and forest.unify(dims[0], d) for d in dims[1:])
+    return dims[0], [Factor("pass" if ok else "whole", dims[0], slots)] if dims[0] else []
+
+
+def stack(call: Call) -> NodeRule | None:
+    """Tensors joined along a new dim, which is whole."""
+    at = call.axis(call.arguments.get("dim", 0), len(call.sizes[0]))
+    joined = list(range(len(call.operands)))
+    factors: list[Factor] = []
+    results: list[Dim] = []
+    for i in range(len(call.operands[0])):
+        dim, factor = _joined(call, joined, i, -1)
+        j = i + (i >= at)
+        results.append(dim)
+        factors += [Factor(f.kind, f.dim, (*f.slots[:-1], (~0, j))) for f in factor]
+    new = call.fresh(0, at)
+    results.insert(at, new)
+    if new:
+        factors.append(Factor("whole", new, ((~0, at),)))
+    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset(joined),))

@@ -1,0 +1,146 @@
+"""Rules of ops that move and regroup dims: permutations, views, expansions, repetitions."""
+
+from autotp.core.axis import Atom, Dim
+from autotp.core.rule import Factor, NodeRule, Slot
+from autotp.core.size import ONE, Size
+from autotp.passes.derive_call import Call, moved
+
+__all__ = ["expand", "permute", "repeat", "repeat_each", "view"]
+
+_PAIR = ("dim0", "dim1", "axis0", "axis1")
+
+
+def permute(call: Call) -> NodeRule | None:
+    """Dims change places, by `dims` or by a pair of dims (default: all reversed)."""
+    rank = len(call.operands[0])
+    pair = [call.arguments[k] for k in _PAIR if k in call.arguments]
+    order = call.arguments.get("dims")
+    if pair:
+        order = list(range(rank))
+        i, j = (call.axis(d, rank) for d in pair)
+        order[i], order[j] = order[j], order[i]
+    if order is None:
+        order = list(reversed(range(rank)))
+    return moved(call, [call.axis(d, rank) for d in order])
+
+
+def view(call: Call) -> NodeRule | None:
+    """Dims are regrouped: aligned from the major end, then the minor end; the rest is whole."""
+    aligned = _Alignment(call)
+    return aligned.rule()
+
+
+class _Alignment:
+    """Operand and result dims cut into common pieces, each in one dim of either side."""
+
+    def __init__(self, call: Call) -> None:
+        self.call, self.forest = call, call.forest
+        self.left = [(a, i) for i, d in enumerate(call.operands[0]) for a in self.forest.flat(d)]
+        self.sizes = list(call.sizes[0])
+        self.results: list[Dim | None] = [None] * len(self.sizes)
+        self.pieces: list[tuple[Atom, int, int]] = []
+
+    def rule(self) -> NodeRule:
+        """The node rule: a passing factor a piece, whatever could not be aligned whole."""
+        first = 0
+        while first < len(self.sizes) and self._match(first, major=True):
+            first += 1
+        last = len(self.sizes) - 1
+        while last >= first and self._match(last, major=False):
+            last -= 1
+        factors = [Factor("pass", (a,), ((0, i), (~0, j))) for a, i, j in self.pieces]
+        for j in range(first, last + 1):
+            dim = self.forest.dim(self.sizes[j], data=any(a.data for a, _ in self.left))
+            self.results[j] = dim
+            if dim:
+                factors.append(Factor("whole", dim, ((~0, j),)))
+        factors += [Factor("whole", (a,), ((0, i),)) for a, i in self.left]
+        results = tuple(r if r is not None else () for r in self.results)
+        return NodeRule(
+            tuple(factors), (results,), linear=(frozenset({0}),), emit=self.call.row.emit
+        )
+
+    def _match(self, j: int, *, major: bool) -> bool:
+        """Whether result dim `j` could be built of the operand's next atoms; undone if not."""
+        need, taken, queue = self.sizes[j], list[tuple[Atom, int]](), list(self.left)
+        end = 0 if major else -1
+        while need != ONE:
+            if not queue:
+                return False
+            atom, i = queue[end]
+            quotient = need.over(atom.size)
+            if quotient is not None:
+                need = quotient
+                taken.append(queue.pop(end))
+            elif not self._divide(queue, end, atom, i, need):
+                return False
+        if not major:
+            taken.reverse()
+        self.left = queue
+        self.results[j] = tuple(a for a, _ in taken)
+        self.pieces += [(a, i, j) for a, i in taken]
+        return True
+
+    def _divide(
+        self, queue: list[tuple[Atom, int]], end: int, atom: Atom, i: int, need: Size
+    ) -> bool:
+        rest = atom.size.over(need)
+        if rest is None or not self.forest.split_major(atom, need if end == 0 else rest):
+            return False
+        del queue[end]
+        parts = [(a, i) for a in self.forest.flat((atom,))]
+        queue[0:0] = parts if end == 0 else []
+        if end != 0:
+            queue.extend(parts)
+        return True
+
+
+def expand(call: Call) -> NodeRule | None:
+    """Dims of size 1, and new leading ones, are repeated: fresh axes that the operand lacks."""
+    dims, sizes = call.operands[0], call.sizes[0]
+    lead = len(sizes) - len(dims)
+    factors: list[Factor] = []
+    results: list[Dim] = []
+    for j, size in enumerate(sizes):
+        dim = dims[j - lead] if j >= lead else ()
+        same = bool(call.forest.flat(dim)) or size == ONE
+        out = dim if same else call.fresh(0, j)
+        slots: tuple[Slot, ...] = ((0, j - lead), (~0, j)) if same else ((~0, j),)
+        results.append(out)
+        if call.forest.flat(out):
+            factors.append(Factor("pass", out, slots))
+    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=call.row.emit)
+
+
+def repeat(call: Call) -> NodeRule | None:
+    """Dims are tiled: the operand's dim is minor, the number of copies a whole major axis."""
+    dims, sizes = call.operands[0], call.sizes[0]
+    lead = len(sizes) - len(dims)
+    factors: list[Factor] = []
+    results: list[Dim] = []
+    for j, size in enumerate(sizes):
+        dim = dims[j - lead] if j >= lead else ()
+        copies = size.over(call.forest.size(dim))
+        if copies is None:
+            return None
+        extra = call.forest.dim(copies)
+        results.append(extra + dim)
+        if extra:
+            factors.append(Factor("whole", extra, ((~0, j),)))
+        if dim:
+            factors.append(Factor("pass", dim, ((0, j - lead), (~0, j))))
+    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=call.row.emit)
+
+
+def repeat_each(call: Call) -> NodeRule | None:
+    """Elements of one dim are repeated next to each other: the copies are a whole minor axis."""
+    if not isinstance(call.arguments.get("repeats"), int) or call.arguments.get("dim") is None:
+        return None
+    dims = call.operands[0]
+    at = call.axis(call.arguments["dim"], len(dims))
+    extra = call.forest.dim(Size(call.arguments["repeats"]))
+    results = tuple(d + extra if j == at else d for j, d in enumerate(dims))
+    factors = [Factor("pass", d, ((0, j), (~0, j))) for j, d in enumerate(dims) if d]
+    if extra:
+        factors.append(Factor("whole", extra, ((~0, at),)))
+    return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=call.row.emit)

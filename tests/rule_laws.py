@@ -1,0 +1,485 @@
+"""The law of rules: an op run on shards, joined by placement, is the op run on the whole.
+
+One call of one op becomes a program of one node; analyse gives its rule, `strategies` every way to
+run it on shards, and the real rewriter writes each of them. Then every rank's graph runs on
+operands that are placed by definition, without any conversion:
+
+    R, R~   the whole operand               P   random summands of it          S   this rank's part
+
+and what comes out must be placed as the strategy says, forward and backward. The result's gradient
+is given, and the operands' gradients are read, by the dual:
+
+    R, P    the full gradient on every rank R~  random summands of it          S   this rank's part
+"""
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+import autotp.run.conjugates  # noqa: F401  (registers torch.ops.autotp)
+from autotp.analysis import Analysis, Decision, Use
+from autotp.core.axis import Dim, Forest
+from autotp.core.machine import load_machine
+from autotp.core.placement import Placement
+from autotp.core.price import Prices
+from autotp.core.split import Split
+from autotp.core.strategy import Facts, Strategy, strategies
+from autotp.errors import AutotpError
+from autotp.passes.analyse import analyse
+from autotp.passes.rewrite import Target, rewrite
+from autotp.program import Program
+from autotp.rulebook import Rulebook, root
+from autotp.run.blocks import join, take
+
+TOLERANCE = 1e-10
+MACHINE = load_machine("gloo", root())
+UNDEFINED = {"aten.empty_like.default", "aten.new_empty.default"}  # values are anything
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A random tensor: numbers in [low, high), or flags; if `fixed`, never a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    low: float
+    high: float
+    fixed: bool = False
+
+    def make(self, generator: torch.Generator) -> Tensor:
+        """The tensor."""
+        if self.dtype == torch.float64:
+            unit = torch.rand(self.shape, generator=generator, dtype=self.dtype)
+            return self.low + unit * (self.high - self.low)
+        low, high = int(self.low), int(self.high)
+        return torch.randint(low, high, self.shape, generator=generator).to(self.dtype)
+
+
+def real(*shape: int, low: float = -2, high: float = 2) -> Drawn:
+    """Floats of double precision."""
+    return Drawn(shape, torch.float64, low, high)
+
+
+def short(*shape: int) -> Drawn:
+    """Integers from -2 to 2 in bfloat16: their sums of products stay exact up to 256."""
+    return Drawn(shape, torch.bfloat16, -2, 3)
+
+
+def positive(*shape: int) -> Drawn:
+    """Floats from 0.5 to 2."""
+    return real(*shape, low=0.5)
+
+
+def fixed(*shape: int) -> Drawn:
+    """Floats from 0.5 to 2 that take no gradient (the op has none for them)."""
+    return Drawn(shape, torch.float64, 0.5, 2, fixed=True)
+
+
+def words(*shape: int, below: int) -> Drawn:
+    """Integers from 0 to `below` - 1."""
+    return Drawn(shape, torch.int64, 0, below)
+
+
+def flags(*shape: int) -> Drawn:
+    """True or false."""
+    return Drawn(shape, torch.bool, 0, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments of one call, with `Drawn` (or ready tensors) where tensors stand."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def call(*args: Any, **kwargs: Any) -> Sample:
+    """The sample of one call."""
+    return Sample(args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call as a program: its tensors by name, its analysis, its node's use."""
+
+    program: Program
+    tensors: Mapping[str, Tensor]
+    analysis: Analysis
+
+    @property
+    def use(self) -> Use:
+        """The one node that depends on a parameter."""
+        return next(reversed(self.analysis.uses.values()))
+
+
+def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
+    """The case with every tensor a parameter, then with each smaller set; never none."""
+    generator = torch.Generator().manual_seed(0)
+    flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
+    drawn = [x.make(generator) if isinstance(x, Drawn) else x for x in flat]
+    never = frozenset(k for k, x in enumerate(flat) if isinstance(x, Drawn) and x.fixed)
+    places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
+    for count in range(len(places)):
+        for constant in combinations(places, count):
+            yield _case(op, drawn, spec, frozenset(constant) | never, rules)
+
+
+def _case(
+    op: str, flat: list[Any], spec: pytree.TreeSpec, constant: frozenset[int], rules: Rulebook
+) -> Case:
+    graph, tensors, arguments = fx.Graph(), dict[str, Tensor](), list(flat)
+    for k, x in sorted(enumerate(flat), key=lambda item: item[0] not in constant):
+        if isinstance(x, Tensor):
+            make = graph.placeholder if k in constant else graph.get_attr
+            arguments[k] = _described(make(f"t{k}"), x)
+            tensors[f"t{k}"] = x
+    args, kwargs = pytree.tree_unflatten(arguments, spec)
+    node = graph.call_function(overload(op), args, kwargs)
+    results = whole_results(op, flat, spec)
+    node.meta["val"] = pytree.tree_map(_meta, results)
+    graph.output(tuple(_items(graph, node)))
+    program = Program(
+        graph=graph,
+        inputs=tuple(f"t{k}" for k in sorted(constant)),
+        constants={},
+        in_spec=pytree.tree_structure({}),
+        out_spec=pytree.tree_structure(()),
+        lifted={},
+        tied={},
+        data_dims={},
+        guards=(),
+        dynamic=False,
+        reason="",
+        training=True,
+    )
+    parameters = [name for name in tensors if name not in program.inputs]
+    return Case(program, tensors, analyse(program, parameters, rules))
+
+
+def overload(op: str) -> Any:
+    """The op of that name, `aten.linear.default`."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def whole_results(op: str, flat: list[Any], spec: pytree.TreeSpec) -> Any:
+    """What the op gives on whole tensors."""
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    return overload(op)(*args, **kwargs)
+
+
+def _meta(x: Any) -> Any:
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+
+def _described(node: fx.Node, x: Tensor) -> fx.Node:
+    node.meta["val"] = _meta(x)
+    return node
+
+
+def _items(graph: fx.Graph, node: fx.Node) -> Iterator[fx.Node]:
+    val = node.meta["val"]
+    if isinstance(val, Tensor):
+        yield node
+        return
+    for k, meta in enumerate(val):
+        item = graph.call_function(operator.getitem, (node, k))
+        item.meta["val"] = meta
+        yield item
+
+
+# ── strategies, and what they run ────────────────────────────────────────────────────────────────
+
+
+def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
+    """Every strategy of the case's node."""
+    analysis, use = case.analysis, case.use
+    metas = [analysis.metas[(use.node, k)] for k in range(len(use.rule.results))]
+    facts = Facts(
+        tuple(o.dims for o in use.operands),
+        frozenset(k for k, o in enumerate(use.operands) if o.value in analysis.differentiable),
+        frozenset(k for k, o in enumerate(use.operands) if o.value not in analysis.dims),
+        all(m.is_floating_point() for m in metas),
+        any((use.node, k) in analysis.differentiable for k in range(len(metas))),
+    )
+    return strategies(use.rule, facts, analysis.forest, tp, training=training)
+
+
+def violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -> list[str]:
+    """Every way in which some strategy breaks the law at group size `tp`; empty if none does.
+
+    - `only`: strategies for training to look at; default all, and those without gradients that
+      training does not have.
+    """
+    trained = strategies_of(case, tp, training=True) if only is None else only
+    seen = {_forward(s) for s in trained}
+    plain = strategies_of(case, tp, training=False) if only is None else ()
+    laws = [_Law(case, s, tp, training=True) for s in trained]
+    laws += [_Law(case, s, tp, training=False) for s in plain if _forward(s) not in seen]
+    return [f"tp {tp}, {law.strategy.label}: {reason}" for law in laws for reason in law.reasons()]
+
+
+def _forward(strategy: Strategy) -> tuple[object, ...]:
+    def kind(p: Placement) -> object:
+        return "R" if p.kind in ("R", "R~") else p
+
+    return tuple(kind(p) for p in (*strategy.operands, *strategy.results))
+
+
+class _Law:
+    """One strategy of one case, run on every rank and compared."""
+
+    def __init__(self, case: Case, strategy: Strategy, tp: int, training: bool) -> None:
+        self.case, self.strategy, self.tp, self.training = case, strategy, tp, training
+        self.forest, self.use = case.analysis.forest, case.use
+        self.generator = torch.Generator().manual_seed(1)
+        self.parameters = {n: case.tensors[n] for n in case.analysis.parameters}
+        self.placements = self._placements()
+
+    def _placements(self) -> dict[str, Placement]:
+        """Each parameter's placement: that of the operand which reads it."""
+        return {
+            str(o.value[0].target): p
+            for o, p in zip(self.use.operands, self.strategy.operands, strict=True)
+            if o.value[0].op == "get_attr"
+        }
+
+    def reasons(self) -> list[str]:
+        """Why the law is broken; empty if it holds."""
+        try:
+            return list(self._reasons())
+        except (
+            AutotpError,
+            RuntimeError,
+            ValueError,
+            IndexError,
+            AssertionError,
+            TypeError,
+        ) as error:
+            return [f"{type(error).__name__}: {error}"]
+
+    def _reasons(self) -> Iterator[str]:
+        graph = self._rewritten()
+        dims = {
+            n: self.case.analysis.dims[(node, 0)]
+            for n, node in self.case.analysis.parameters.items()
+        }
+        parts = {
+            name: self._leaves(self._placed(x, self.placements[name], dims[name]))
+            for name, x in self.parameters.items()
+        }
+        whole = {name: self._leaf(x) for name, x in self.parameters.items()}
+        expected = self._run(self.case.program.graph, whole, 0)
+        local = [
+            self._run(graph, {n: p[rank] for n, p in parts.items()}, rank)
+            for rank in range(self.tp)
+        ]
+        yield from self._shapes(graph, local)
+        if str(self.use.node.target) not in UNDEFINED:
+            yield from self._results(expected, local)
+        if self.training:
+            yield from self._gradients(expected, whole, local, parts, dims)
+
+    def _rewritten(self) -> fx.Graph:
+        """One rank's graph, ended where the results are as the strategy makes them."""
+        prices = Prices(8, flows=True, weight=False, training=self.training, tp=self.tp,
+                        machine=MACHINE, everything=True)  # fmt: skip
+        values = list(self.case.analysis.dims)
+        decision = Decision(
+            self.placements, {self.use.node: self.strategy}, {}, dict.fromkeys(values, prices)
+        )
+        written = rewrite(self.case.analysis, decision, Target(self.tp, "tp", self.training))
+        named = {n.name: n for n in written.graph.nodes}
+        made: dict[int, fx.Node] = {}
+        for name, traced in written.values.items():
+            own = traced.origin == self.use.node.name
+            if own and traced.placement == self.strategy.results[traced.item]:
+                made.setdefault(traced.item, named[name])
+        return _ended(written.graph, [made[k] for k in sorted(made)])
+
+    def _placed(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
+        """Each rank's tensor, by the definition of the placement."""
+        if placement.kind == "S":
+            return self._cut(x, placement, dims)
+        return self._summands(x) if placement.kind == "P" else [x] * self.tp
+
+    def _summands(self, x: Tensor) -> list[Tensor]:
+        """Random tensors that add up to `x`; of flags, all but one are false."""
+        others = []
+        for _ in range(self.tp - 1):
+            noise = self._random(x) * 2
+            others.append(torch.zeros_like(x) if x.dtype == torch.bool else noise.to(x.dtype))
+        return [*others, x if x.dtype == torch.bool else x - sum(others)]
+
+    def _cut(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
+        split = split_of(self.forest, dims, placement)
+        return [take(x, placement.dim, split, rank, self.tp) for rank in range(self.tp)]
+
+    def _leaf(self, x: Tensor) -> Tensor:
+        return x.clone().requires_grad_(self.training and x.is_floating_point())
+
+    def _leaves(self, xs: list[Tensor]) -> list[Tensor]:
+        return [self._leaf(x) for x in xs]
+
+    def _run(self, graph: fx.Graph, parameters: Mapping[str, Tensor], rank: int) -> list[Tensor]:
+        torch.default_generator.manual_seed(0)  # the same dropout on every rank
+        tensors = {**self.case.tensors, **parameters}
+        outputs = _Rank(graph, tensors, rank, self.tp).run(
+            *(self.case.tensors[name] for name in self.case.program.inputs)
+        )
+        return list(outputs)
+
+    # ── comparing ────────────────────────────────────────────────────────────────────────────
+
+    def _shapes(self, graph: fx.Graph, local: list[list[Tensor]]) -> Iterator[str]:
+        made = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+        for k, node in enumerate(made):
+            shape = tuple(node.meta["val"].shape)
+            if shape != tuple(local[0][k].shape):
+                yield f"result {k} was to be {shape}, is {tuple(local[0][k].shape)}"
+
+    def _results(self, expected: list[Tensor], local: list[list[Tensor]]) -> Iterator[str]:
+        for k, whole in enumerate(expected):
+            parts = [outputs[k] for outputs in local]
+            placement = self.strategy.results[k]
+            yield from self._compare(
+                f"result {k}", whole, parts, placement, self.use.rule.results[k]
+            )
+
+    def _compare(
+        self,
+        what: str,
+        whole: Tensor,
+        parts: list[Tensor],
+        placement: Placement,
+        dims: Sequence[Dim],
+    ) -> Iterator[str]:
+        if placement.kind == "S":
+            parts = [join(parts, placement.dim, split_of(self.forest, dims, placement))]
+        elif placement.kind == "P":
+            parts = [sum(parts[1:], parts[0])]
+        for rank, part in enumerate(parts):
+            if reason := _difference(whole.detach(), part.detach()):
+                yield f"{what} as {placement} on rank {rank}: {reason}"
+
+    def _gradients(
+        self,
+        expected: list[Tensor],
+        whole: Mapping[str, Tensor],
+        local: list[list[Tensor]],
+        parts: Mapping[str, list[Tensor]],
+        dims: Mapping[str, tuple[Dim, ...]],
+    ) -> Iterator[str]:
+        flowing = [k for k, x in enumerate(expected) if x.requires_grad]
+        leaves = {n: x for n, x in whole.items() if x.requires_grad}
+        if not flowing or not leaves:
+            return
+        given = [self._random(expected[k]) for k in flowing]
+        total = _backward([expected[k] for k in flowing], list(leaves.values()), given)
+        placed = [
+            self._placed(g, _dual(self.strategy.results[k]), self.use.rule.results[k])
+            for k, g in zip(flowing, given, strict=True)
+        ]
+        ranks = [
+            _backward(
+                [local[rank][k] for k in flowing],
+                [parts[n][rank] for n in leaves],
+                [p[rank] for p in placed],
+            )
+            for rank in range(self.tp)
+        ]
+        for at, name in enumerate(leaves):
+            kind = _dual(self.placements[name])
+            found = [gradients[at] for gradients in ranks]
+            yield from self._compare(f"gradient of {name}", total[at], found, kind, dims[name])
+
+    def _random(self, x: Tensor) -> Tensor:
+        """Values from -1 to 1, whole numbers where the dtype is not of double precision."""
+        noise = torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        return noise if x.dtype == torch.float64 else noise.round().to(x.dtype)
+
+
+def split_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> Split:
+    """How a value with `dims` is cut by `placement`."""
+    split = forest.split(dims[placement.dim], forest.find(forest.atoms[int(placement.axis[1:])]))
+    assert split is not None
+    return split
+
+
+def _dual(placement: Placement) -> Placement:
+    """How the gradient of a value so placed lies."""
+    kinds = {"P": "R", "R~": "P"}
+    return Placement(kinds.get(placement.kind, placement.kind), placement.dim, placement.axis)
+
+
+def _backward(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+    if not any(x.requires_grad for x in outputs):
+        return [torch.zeros_like(x) for x in inputs]
+    pairs = [(x, g) for x, g in zip(outputs, given, strict=True) if x.requires_grad]
+    found = torch.autograd.grad(
+        [x for x, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
+    )
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def _difference(expected: Tensor, found: Tensor) -> str:
+    if expected.shape != found.shape:
+        return f"shape {tuple(found.shape)}, whole {tuple(expected.shape)}"
+    if not expected.numel():
+        return ""
+    scale = max(1.0, float(expected.abs().max())) if expected.dtype != torch.bool else 1.0
+    gap = float((expected.double() - found.double()).abs().max())
+    return "" if gap <= TOLERANCE * scale else f"differs by {gap:.3g}"
+
+
+def _ended(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
+    """`graph` cut off after `results`: what follows them, and waits included, is gone."""
+    graph.erase_node(next(n for n in reversed(graph.nodes) if n.op == "output"))
+    needed, todo = set[fx.Node](), list(results)
+    while todo:
+        node = todo.pop()
+        if node not in needed:
+            needed.add(node)
+            todo += node.all_input_nodes
+    graph.output(tuple(results))
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("output", "placeholder") and node not in needed:
+            graph.erase_node(node)
+    return graph
+
+
+class _Rank(fx.Interpreter):
+    """Runs a rewritten graph as one rank would, without a group."""
+
+    def __init__(self, graph: fx.Graph, tensors: Mapping[str, Tensor], rank: int, tp: int) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self.tensors, self.rank, self.tp = tensors, rank, tp
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self.tensors[target]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if getattr(target, "namespace", "") != "autotp":
+            return super().call_function(target, args, kwargs)
+        return getattr(self, target._schema.name.partition("::")[2])(*args)
+
+    def scatter(self, x: Tensor, dim: int, split: list[int], group: str) -> Tensor:
+        return take(x, dim, Split.decode(split), self.rank, self.tp)
+
+    def keep_first(self, x: Tensor, group: str) -> Tensor:
+        return torch.zeros_like(x) if self.rank else x
+
+    def share_gradients(self, xs: list[Tensor], group: str) -> list[Tensor]:
+        return xs
+
+    def local_index(self, index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
+        local = index - self.rank * size
+        return local.clamp(0, size - 1), (local < 0) | (local >= size)
