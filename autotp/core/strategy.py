@@ -54,9 +54,10 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Every strategy of one node at group size `tp`, in a fixed order.
 
-    Constraints: a split axis is static, no data size, divisible by `tp`; in training every segment of
-    every dim that has it must have it (*cover*: else the gradient of the node's input is whole for one
-    segment and partial for another).
+    Constraints: a split axis is static, no data size, divisible by `tp`. Every segment of a contracted
+    dim must have it (*cover*: a segment without it is whole on every rank, and would be summed `tp`
+    times); in training every segment of every dim that has it (else the gradient of the node's input
+    is whole for one segment and partial for another).
     """
     maker = _Maker(rule, facts, forest, tp, training)
     return tuple(maker.all())
@@ -92,15 +93,16 @@ class _Maker:
         size = axis.size.static
         if factor.kind == "whole" or axis.data or size is None or size % self.tp:
             return None
+        covered = self.training or factor.kind == "reduce"
         operands = [self.lacking(k) for k in range(len(self.facts.operands))]
         results = [REPLICATED for _ in self.rule.results]
         for slot, dim in factor.slots:
             dims = self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]
             if not self.forest.contains(dims[dim], axis):
-                if self.training:
+                if covered:
                     return None
                 continue
-            if not self._cuts(dims[dim], axis):
+            if not self._cuts(dims[dim], axis, covered=covered):
                 return None
             (operands if slot >= 0 else results)[slot if slot >= 0 else ~slot] = split(dim, axis.name)
         if factor.kind == "reduce":
@@ -111,8 +113,8 @@ class _Maker:
                 operands[k] = PARTIAL
         return Strategy(f"{number}:{axis.name}", tuple(operands), tuple(results), axis.name)
 
-    def _cuts(self, dim: Dim, axis: Atom) -> bool:
-        if self.training and not self.forest.covers(dim, axis):
+    def _cuts(self, dim: Dim, axis: Atom, *, covered: bool) -> bool:
+        if covered and not self.forest.covers(dim, axis):
             return False
         return self.forest.split(dim, axis) is not None
 
