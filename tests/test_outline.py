@@ -149,6 +149,16 @@ def test_a_conversion_for_one_layer_moves_into_it() -> None:
     assert ["copy", "mul", "add"] == ops(outlined.layers["layers.1"])
 
 
+def test_a_conversion_for_several_layers_stays_where_its_value_is() -> None:
+    flat = Flat()
+    doubled = flat.add("", ATEN.add.Tensor, flat.x, flat.x)
+    copy = flat.add("layers.0", torch.ops.autotp.copy.default, doubled, "tp")
+    first = flat.add("layers.0", ATEN.mul.Tensor, copy, flat.weight(0))
+    outlined = flat.done(first, flat.add("layers.1", ATEN.mul.Tensor, copy, flat.weight(1)))
+
+    assert ["add", "copy", "layers_0", "layers_1"] == ops(outlined.root)
+
+
 def test_a_sum_over_the_group_stays_with_what_it_sums() -> None:
     flat = Flat()
     first = flat.add("layers.0", ATEN.mul.Tensor, flat.x, flat.weight(0))

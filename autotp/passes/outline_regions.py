@@ -173,14 +173,17 @@ def _by_position(flat: Flat, sorter: TopologicalSorter[Unit]) -> Iterator[Unit]:
 
 
 def _regions(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """The region of each value: by module stack; without one, by what it is made from or for."""
+    """The region of each value: by module stack; what follows others, by its makers or readers.
+
+    A conversion that moves no data has the stack of one reader, but may serve several layers.
+    """
     region: dict[fx.Node, str] = {}
     position = {node: i for i, node in enumerate(values)}
     for node in values:
         region[node] = _home(node, region, position)
     for node in reversed(values):
         readers = {region[user] for user in node.users if user in region}
-        if len(readers) == 1 and not module_paths(node) and _serves_reader(node, region):
+        if len(readers) == 1 and _follows(node) and _serves_reader(node, region):
             region[node] = readers.pop()
     return region
 
@@ -189,10 +192,16 @@ def _home(node: fx.Node, region: Mapping[fx.Node, str], position: Mapping[fx.Nod
     if node.op in ("placeholder", "output"):
         return ROOT
     producers = [i for i in node.all_input_nodes if i in region]
-    if producers and (node.target is operator.getitem or not module_paths(node)):
+    if producers and _follows(node):
         return region[max(producers, key=position.__getitem__)]
     matches = (_LAYER.match(path) for path in module_paths(node))
     return next((match[1] for match in matches if match), ROOT)
+
+
+def _follows(node: fx.Node) -> bool:
+    """Whether the nodes around `node` decide its region, not its module stack."""
+    item = node.target is operator.getitem
+    return item or not module_paths(node) or op_name(node) in _FREE
 
 
 def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
