@@ -71,7 +71,9 @@ class _Accountant:
         self.names: dict[str, str] = {}
         for pair in found.matching.pairs:
             self.names |= self._axis_names(pair)
-        self.axes = {a.name: a for p in found.matching.pairs for a in p.axes}
+        through = self._through()
+        if through is not None:
+            self.names.setdefault(through, "hidden")
 
     def plan(self) -> Plan:
         """The plan."""
@@ -116,6 +118,15 @@ class _Accountant:
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────
+
+    def _through(self) -> str | None:
+        """The axis outside every pair that most parameters have: the residual stream's."""
+        count: dict[str, int] = defaultdict(int)
+        for node in self.analysis.parameters.values():
+            leaves = {a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)}
+            for atom in leaves:
+                count[atom.name] += atom.name not in self.names
+        return max(count, key=lambda name: count[name], default=None)
 
     def _axis_names(self, pair: AxisPair) -> dict[str, str]:
         base = pair.role.axis
