@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # nouns with torch in them; they may know each other
-NOUNS = {"rulebook", "program", "sizes", "analysis", "layouts", "options"}
+NOUNS = {"rulebook", "program", "sizes", "analysis", "layouts", "options", "whole"}
 BELOW = {"errors", "core"}
 # what each part may import of autotp
 ALLOWED = {
     "errors": set[str](),
     "core": BELOW,
     **dict.fromkeys(NOUNS, BELOW | NOUNS),
+    "constraints": BELOW | NOUNS,
+    "dump": BELOW | NOUNS,
     "models": BELOW,
     "random_weights": BELOW,
     "arguments": BELOW | {"models"},

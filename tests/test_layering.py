@@ -1,6 +1,5 @@
 """Imports run downward only, and the other laws of the house; a planted violation is seen."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -55,14 +54,12 @@ def test_the_house_keeps_its_laws() -> None:
     ],
 )
 def test_a_planted_violation_is_seen(tmp_path: Path, where: str, code: str, seen: str) -> None:
-    for name in ("autotp", "rules"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    path = tmp_path / where
-    before = path.read_text() if path.exists() else ""
+    original, path = ROOT / where, tmp_path / where
+    before = original.read_text() if original.exists() else ""
+    path.parent.mkdir(parents=True)
     path.write_text(f"{before}\n{code}\n")
-    new = [line for line in violations(tmp_path) if line not in violations(ROOT)]
 
-    assert any(seen in line and line.startswith(where) for line in new)
+    assert any(seen in line and line.startswith(where) for line in violations(tmp_path))
 
 
 def test_prose_may_name_a_family(tmp_path: Path) -> None:

@@ -16,9 +16,8 @@ __all__ = ["collectives", "holdings", "layouts"]
 
 def collectives(plan: Plan) -> RenderableType:
     """The table of distinct collectives, with the sums of each phase."""
-    names = ["×", "collective", "at", "payload", "sent", "time"]
-    title = "Collectives (payload of one; sent by a rank and time of all)"
-    table = titled_table(title, names, right=names[3:])
+    names = ["×", "collective", "at", "payload\neach", "sent\nin all", "time\nin all"]
+    table = titled_table("Collectives", names, right=names[3:])
     for row in collective_rows(plan):
         table.add_row(
             Text(count_text(row.count)),
