@@ -143,6 +143,19 @@ def test_another_dtype_than_the_models_is_computed_in() -> None:
     assert max(found.gradients.values()) < 1e-14
 
 
+def test_in_a_narrow_dtype_every_figure_is_decided_in_float64() -> None:
+    one = case()
+    found = proved(one, dtype=torch.bfloat16)
+    wrong = proved(case(idle("h_copy")), dtype=torch.bfloat16)
+
+    assert found.ok
+    assert "bfloat16" == found.dtype
+    assert found.max_rel_error < 1e-15
+    assert "decided in float64" in found.notes[0]
+    assert wrong.first_divergence is not None
+    assert wrong.first_divergence.startswith("h_copy = aten.alias")
+
+
 @pytest.mark.parametrize(
     ("edit", "node", "meaning"),
     [
@@ -236,6 +249,20 @@ def test_where_float64_cannot_be_had_float32_decides_and_says_so() -> None:
     assert found.first_divergence is not None
     assert found.first_divergence.startswith("d_reduce")
     assert any("float64 could not settle" in note for note in found.notes)
+
+
+def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
+    def dropping(graph: fx.Graph, name: str) -> None:
+        node = node_of(graph, name)
+        with graph.inserting_after(node):
+            new = graph.call_function(ATEN.dropout.default, (node, 0.5, True))
+        node_of(graph, "y").replace_input_with(node, new)
+
+    one = case(lambda graph: dropping(graph, "d_reduce"))
+    dropping(one.program.graph, "d")
+    search = Search(one.whole, one.models, one.program, one.inputs, one.trace, 0, None, 1e-5, 1e-2)
+
+    assert first_divergence(search, gradients=True) is None
 
 
 def test_nan_is_wrong_even_where_all_agree() -> None:

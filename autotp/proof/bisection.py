@@ -23,7 +23,7 @@ from autotp.proof.emitted import Emitted, Value, whole_part
 from autotp.proof.meaning import meaning
 from autotp.proof.measure import gradients_of, loss_of
 from autotp.run.model import ShardedModel
-from autotp.simulate import OUTPUT, simulate, variant_for, walk
+from autotp.simulate import OUTPUT, Observe, Read, Simulation, simulate, variant_for, walk
 
 __all__ = ["Case", "first_divergence"]
 
@@ -53,6 +53,17 @@ class Case:
     tolerance: float = 0.0
     negligible: float = 0.0
 
+    def run_program(self, observe: Observe | None = None, read: Read | None = None) -> Simulation:
+        """The captured program on the whole model, from the case's random state."""
+        torch.manual_seed(self.seed)
+        part = whole_part(self.whole, self.program)
+        return walk([part], self.program, self.inputs, observe=observe, read=read, dtype=self.dtype)
+
+    def run_ranks(self, observe: Observe | None = None, read: Read | None = None) -> Simulation:
+        """All ranks in lockstep, from the same random state."""
+        torch.manual_seed(self.seed)
+        return simulate(self.models, self.inputs, observe=observe, read=read, dtype=self.dtype)
+
     def emitted(self) -> Emitted:
         """What the nodes of the ranks' graphs are."""
         return Emitted(variant_for(self.models[0], self.inputs), self.program, self.trace)
@@ -76,12 +87,10 @@ class _Forward:
 
     def found(self) -> str | None:
         """The first wrong value; the node that cannot run, if no value before it is wrong."""
-        case = self.case
         with torch.no_grad():
-            part = whole_part(case.whole, case.program)
-            walk([part], case.program, case.inputs, observe=self._keep, dtype=case.dtype)
+            self.case.run_program(observe=self._keep)
             try:
-                simulate(case.models, case.inputs, observe=self._compare, dtype=case.dtype)
+                self.case.run_ranks(observe=self._compare)
             except VerifyError as error:
                 return self.first or str(error)
         return self.first
@@ -114,19 +123,18 @@ class _Backward:
 
     def found(self) -> str | None:
         """The reader that hands on the first wrong gradient, from the loss backwards."""
-        ranks, case = _Edges(), self.case
-        run = simulate(case.models, case.inputs, read=ranks.read, dtype=case.dtype)
-        edges = ranks.gradients(run.outputs, case.seed)
+        ranks = _Edges()
+        run = self.case.run_ranks(read=ranks.read)
+        edges = ranks.gradients(run.outputs, self.case.seed)
         shared = self._shared(edges)
         found = (self._wrong(edge, edges[edge], shared) for edge in reversed(edges))
         return next((text for text in found if text), None)
 
     def _readings(self) -> dict[Reading, Tensor]:
         """What each reading of the program gives the value it reads."""
-        edges, case = _Edges(), self.case
-        part = whole_part(case.whole, case.program)
-        run = walk([part], case.program, case.inputs, read=edges.read, dtype=case.dtype)
-        found = edges.gradients(run.outputs, case.seed)
+        edges = _Edges()
+        run = self.case.run_program(read=edges.read)
+        found = edges.gradients(run.outputs, self.case.seed)
         return {(self.names.values[v], reader): g[0] for (v, reader), g in found.items()}
 
     def _shared(self, edges: Iterable[Edge]) -> set[Reading]:

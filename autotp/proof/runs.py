@@ -1,6 +1,6 @@
 """The runs that a comparison needs: the whole model, its captured program, all its ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -8,10 +8,8 @@ from torch import Tensor
 from autotp.core.plan import Plan
 from autotp.errors import VerifyError
 from autotp.proof.bisection import Case
-from autotp.proof.emitted import whole_part
 from autotp.proof.figures import Figures, gaps_between
 from autotp.proof.measure import Results, measured
-from autotp.simulate import simulate, walk
 
 __all__ = ["Runs"]
 
@@ -35,8 +33,7 @@ class Runs:
         """
         whole = self.model() if dtype is None else self.program(dtype)
         try:
-            self._seed()
-            run = simulate(self.case.models, self.case.inputs, dtype=dtype)
+            run = replace(self.case, dtype=dtype).run_ranks()
             ranks = measured(run.outputs, run.parameters, self._loss_seed)
         except VerifyError as error:
             return Figures(failure=str(error))
@@ -52,7 +49,7 @@ class Runs:
 
     def model(self) -> Results:
         """What the whole model gives."""
-        self._seed()
+        torch.manual_seed(self.case.seed)
         whole = self.case.whole
         output = whole(**self.case.inputs)
         return measured([output], [dict(whole.named_parameters())], self._loss_seed)[0]
@@ -62,15 +59,13 @@ class Runs:
 
         Constraints: raises VerifyError where a value cannot be had in `dtype`.
         """
-        self._seed()
         narrow: list[str] = []
 
         def observe(name: str, found: list[Tensor]) -> None:
             if dtype is not None and found[0].is_floating_point() and found[0].dtype != dtype:
                 narrow.append(f"{name} is {found[0].dtype}")
 
-        part = whole_part(self.case.whole, self.case.program)
-        run = walk([part], self.case.program, self.case.inputs, observe=observe, dtype=dtype)
+        run = replace(self.case, dtype=dtype).run_program(observe=observe)
         if narrow:
             raise VerifyError(
                 f"{narrow[0]} ({len(narrow)} values in all), computed in {dtype}: an op fixes its "
@@ -81,6 +76,3 @@ class Runs:
     @property
     def _loss_seed(self) -> int | None:
         return self.case.seed if self.gradients else None
-
-    def _seed(self) -> None:
-        torch.manual_seed(self.case.seed)

@@ -28,8 +28,6 @@ from autotp.run.model import ShardedModel
 
 __all__ = ["prove"]
 
-_ROUNDINGS = 84
-_NEAR = 0.1
 _SHOWN = 3
 
 
@@ -38,15 +36,24 @@ class _Measure:
     """What figures of one dtype are held to.
 
     - `dtype`: of the computation; None: the model's own.
+    - `tolerance`: what counts as right, with its `reason`; above `near`, float64 decides.
     - `negligible`: gradients below this part of the largest one are compared with that.
     """
 
     dtype: torch.dtype | None
     tolerance: float
+    near: float
     negligible: float
+    reason: str
 
 
-_EXACT = _Measure(torch.float64, 1e-9, 1e-5)
+_EXACT = _Measure(
+    torch.float64,
+    1e-9,
+    math.inf,
+    1e-5,
+    "rounding of float64 stays below 1e-11, a fault does not",
+)
 _UNSURE = 1e-2
 """What is negligible among gradients where float64 is not to be had."""
 
@@ -74,13 +81,25 @@ def prove(
     - Nothing is changed: parameters, their `.grad`, modes, the random state.
     """
     own = all(p.dtype == dtype for p in whole.parameters() if p.is_floating_point())
-    tolerance = _ROUNDINGS * torch.finfo(dtype).eps
-    measure = _Measure(None if own else dtype, tolerance, 0.0)
-    if dtype == _EXACT.dtype:
-        measure = replace(_EXACT, dtype=measure.dtype)
+    measure = replace(_measure(dtype), dtype=None if own else dtype)
     case = Case(whole, models, program, inputs, trace, seed, measure.dtype)
     with torch.random.fork_rng(), torch.set_grad_enabled(gradients):
         return _Proof(Runs(case, plan, gradients), measure, dtype).evidence()
+
+
+def _measure(dtype: torch.dtype) -> _Measure:
+    """What figures computed in `dtype` are held to."""
+    eps, word = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
+    if dtype == _EXACT.dtype:
+        return _EXACT
+    if eps > torch.finfo(torch.float32).eps:
+        reason = f"8 roundings of {word}, of results and not of sums; float64 decides every figure"
+        return _Measure(dtype, 8 * eps, 0.0, 0.0, reason)
+    reason = (
+        f"84 roundings of {word}: what {84**2} numbers added in another order may differ by; above "
+        "a tenth of it float64 decides"
+    )
+    return _Measure(dtype, 84 * eps, 8.4 * eps, 0.0, reason)
 
 
 class _Proof:
@@ -95,8 +114,8 @@ class _Proof:
         measure, fault = self.measure, None
         figures = self.runs.compared(measure.dtype, measure.negligible)
         wrong = figures.beyond(measure.tolerance)
-        near = figures.beyond(measure.tolerance * _NEAR)
-        exact = self._exact(near) if near and self.dtype != _EXACT.dtype else None
+        near = figures.beyond(measure.near)
+        exact = self._exact(near) if near else None
         if exact is not None:
             wrong = near & exact.beyond(_EXACT.tolerance)
             figures, measure = self._decided(figures, exact, near), _EXACT
@@ -128,7 +147,7 @@ class _Proof:
             for about in shown
         ]
         self.notes.append(
-            f"{len(near)} figures above {self.measure.tolerance * _NEAR:.1e} were decided in "
+            f"{len(near)} figures above {self.measure.near:.1e} were decided in "
             f"float64, held to {_EXACT.tolerance:.0e}: {', '.join(before_after)}"
         )
         gaps = {about: (exact if about in near else figures).gaps[about] for about in figures.gaps}
@@ -176,7 +195,7 @@ class _Proof:
             max_abs_error=max((gap.absolute for gap in outputs), default=math.inf),
             max_rel_error=max((gap.relative for gap in outputs), default=math.inf),
             tolerance=self.measure.tolerance,
-            tolerance_reason=self._reason(),
+            tolerance_reason=self.measure.reason,
             gradients={name: gap.relative for name, gap in figures.of("gradient").items()},
             collectives_predicted=dict(sorted(predicted.items())),
             collectives_seen=dict(sorted(seen.items())),
@@ -184,13 +203,4 @@ class _Proof:
             replicated_fraction=plan.replicated_fraction,
             dtype=str(self.dtype).removeprefix("torch."),
             notes=tuple(self.notes),
-        )
-
-    def _reason(self) -> str:
-        if self.dtype == _EXACT.dtype:
-            return "rounding of float64 stays below 1e-11, a fault does not"
-        word = str(self.dtype).removeprefix("torch.")
-        return (
-            f"{_ROUNDINGS} roundings of {word}: what {_ROUNDINGS**2} numbers added in another "
-            "order may differ by; above a tenth of it float64 decides"
         )
