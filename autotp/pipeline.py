@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp.run.conjugates  # noqa: F401  registers the ops that rewritten graphs hold
 from autotp import rulebook
 from autotp.analysis import Decision
-from autotp.constraints import Allowed, as_overridden, as_planned, followed
+from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
 from autotp.core.iopddl import solution_json, to_iopddl
 from autotp.core.machine import Machine, load_machine
@@ -37,7 +37,7 @@ from autotp.passes.check import check
 from autotp.passes.clean import retarget
 from autotp.passes.match import match
 from autotp.passes.outline import Outlined, outline
-from autotp.passes.pose import Posed, Terms, decide, pose
+from autotp.passes.pose import Constraint, Posed, Terms, decide, pose
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.solve import solve
 from autotp.program import Program, named_leaves
@@ -140,7 +140,7 @@ def dry_run(
     where = resolve(tp, rank=rank)
     work = _Work(model, Options(**options))
     made = work.made(tp, where.name)
-    sharded = work.built(made, replace(where, device=torch.device("meta")))
+    sharded = work.built(made, where, torch.device(work.machine.device))
     problem = to_iopddl(made.posed.problem, made.solution)
     return {
         "plan.json": made.plan.to_json(),
@@ -234,8 +234,10 @@ class _Work:
         )
         return Made(drawn, posed, solution, decision, rewritten)
 
-    def built(self, made: Made, where: Group) -> ShardedModel:
-        """One rank's model around its shards."""
+    def built(
+        self, made: Made, where: Group, named: torch.device | None = None
+    ) -> ShardedModel:
+        """One rank's model around its shards; its graph names the device `named`, if given."""
         device = torch.device("meta") if _is_meta(self.model) and not _real(where) else where.device
         tree = build_tree(
             self.model,
@@ -245,7 +247,7 @@ class _Work:
             device=device,
             make_variant=self._maker(where, made.plan, device),
         )
-        tree.add_variant(self._key(), self.program, made.layers(device), made.plan)
+        tree.add_variant(self._key(), self.program, made.layers(named or device), made.plan)
         return tree
 
     def _shards(
@@ -294,12 +296,13 @@ class _Work:
             reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
         )
 
-    def _allowed(self, tp: int) -> Allowed:
+    def _allowed(self, tp: int) -> Mapping[str, Constraint]:
         """What a plan to follow, or overrides, leave to each parameter."""
         if self.options.plan is not None:
             plan = followed(self.options.plan, self.whole, tp, training=self.training)
             return as_planned(plan, self.analysis)
-        return as_overridden(self.options.overrides, self.whole, self.analysis, self.matching)
+        asked = self.options.overrides
+        return as_overridden(asked, self.whole, self.analysis, self.matching, tp)
 
     def _refuse_whole(self, drawn: Plan) -> None:
         if self.options.strict and drawn.tp > 1 and drawn.replicated_fraction > 0.1:

@@ -45,6 +45,7 @@ class Machine:
     - `memory_bytes`, `memory_bandwidth` (bytes per second).
     - `flops`: dtype name to dense operations per second.
     - `source`: where the figures come from.
+    - `device`: the torch device type that graphs for it name.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Machine:
     memory_bandwidth: int
     flops: Mapping[str, float]
     source: str = ""
+    device: str = "cuda"
 
     def link(self, tp: int) -> Link:
         """The fastest link that joins `tp` devices.
