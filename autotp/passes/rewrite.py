@@ -30,6 +30,12 @@ __all__ = ["Rewritten", "Target", "rewrite"]
 
 _c10d = torch.ops._c10d_functional
 
+_IN_ANY_STRIDES: Mapping[object, Any] = {
+    torch.ops.aten.view.default: torch.ops.aten.reshape.default,
+    torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
+}
+"""A value that was cut or put together lies in memory otherwise, where a view may not exist."""
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -180,9 +186,11 @@ class _Writer:
         form = FORMS[use.rule.emit if strategy.axis else ""]
         axis = self._axis(strategy.axis) if strategy.axis else self.forest.atom(ONE)
         t = self.target
-        return form(
+        new = form(
             Site(self.graph, use, strategy, axis, self.forest, t.tp, t.group, t.training, args, kwargs)
         )
+        new.target = _IN_ANY_STRIDES.get(new.target, new.target)
+        return new
 
     def _axis(self, name: str) -> Any:
         return self.forest.find(self.forest.atoms[int(name[1:])])
