@@ -27,7 +27,7 @@ from autotp.core.problem import Solution
 from autotp.core.split import Split
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
-from autotp.errors import PlanError
+from autotp.errors import PlanError, WeightsError
 from autotp.options import Keywords, Options
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.analyse import analyse
@@ -118,6 +118,8 @@ def verify(
         chosen = replace(chosen, training=True)
     work = _Work(model, chosen)
     made = work.made(tp, "tp")
+    for name, tensor in work.whole.parameters.items():
+        _check_values(name, tensor, torch.device("cpu"))
     ranks = [work.built(made, Group("tp", tp, r, _device(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
     return prove(
@@ -255,6 +257,7 @@ class _Work:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, whole in self.whole.parameters.items():
             record = drawn.parameters[name]
+            _check_values(name, whole, device)
             local = whole.detach()
             if record.dim is not None:
                 split = Split.decode(record.split)
@@ -311,6 +314,14 @@ class _Work:
                 f"{drawn.replicated_fraction:.1%} of the parameter bytes whole (more than 10 %). "
                 "Choose a tp that divides more axes, or leave strict off to see the plan."
             )
+
+
+def _check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
+    if whole.is_meta and device.type != "meta":
+        raise WeightsError(
+            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on {device}. "
+            "Load the weights before parallelizing; planning and rank= work without them."
+        )
 
 
 def _check_tp(tp: object) -> None:
