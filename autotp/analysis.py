@@ -19,7 +19,16 @@ from autotp.program import Program
 from autotp.rulebook import Role
 
 __all__ = [
-    "Analysis", "AxisPair", "Decision", "Emitted", "Matching", "Operand", "Use", "Value", "results_of", "source_of",
+    "Analysis",
+    "AxisPair",
+    "Decision",
+    "Emitted",
+    "Matching",
+    "Operand",
+    "Use",
+    "Value",
+    "results_of",
+    "source_of",
 ]
 
 Value: TypeAlias = tuple[fx.Node, int]
@@ -97,7 +106,6 @@ class Matching:
     pair_of: dict[str, AxisPair] = field(default_factory=dict[str, AxisPair])
 
 
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """One choice for everything: layouts, strategies, delivered sets; and what conversions cost."""
@@ -106,7 +114,6 @@ class Decision:
     strategies: Mapping[fx.Node, Strategy]
     delivered: Mapping[Value, Delivered]
     prices: Mapping[Value, Prices]
-
 
 
 @dataclass(frozen=True, slots=True)

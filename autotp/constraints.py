@@ -1,6 +1,7 @@
 """What overrides, or a plan given to follow, leave to each parameter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -11,10 +12,14 @@ from autotp.errors import PlanError
 from autotp.layouts import LAYOUTS, Layouts, overridden
 from autotp.whole import Whole, fingerprint
 
-__all__ = ["Allowed", "as_overridden", "as_planned", "followed"]
+__all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed"]
 
-Allowed = dict[str, Callable[[Placement], bool]]
-"""For each parameter that is not free: which placements it may take."""
+_NO_SUCH_DIM = {
+    "column": "no op that reads it turns a dim of it into one of its result",
+    "row": "no op that reads it contracts a dim of it",
+    "vocabulary": "it is neither a looked-up table nor a head over classes",
+    "expert": "no op chooses among parts of it",
+}
 
 
 def followed(given: Plan | str | Path, whole: Whole, tp: int, *, training: bool) -> Plan:
@@ -37,38 +42,119 @@ def followed(given: Plan | str | Path, whole: Whole, tp: int, *, training: bool)
     return drawn
 
 
-def as_planned(plan: Plan, analysis: Analysis) -> Allowed:
+def as_planned(plan: Plan, analysis: Analysis) -> dict[str, "AsPlanned"]:
     """Every parameter split as `plan` says; a whole one stays whole, however its gradient is summed."""
-    return {name: _planned(plan, analysis, name) for name in analysis.parameters}
+    return {name: AsPlanned(plan, analysis, name) for name in analysis.parameters}
 
 
 def as_overridden(
-    overrides: Mapping[str, str], whole: Whole, analysis: Analysis, matching: Matching
-) -> Allowed:
-    """What `overrides` (globs to layouts) leave to the parameters they name; later ones win."""
-    allowed: Allowed = {}
+    overrides: Mapping[str, str], whole: Whole, analysis: Analysis, matching: Matching, tp: int
+) -> dict[str, "AsAsked"]:
+    """What `overrides` (globs to layouts) leave to the parameters they name; later ones win.
+
+    A bias follows its product: where a glob names it beside a weight that is to be cut along a
+    contracted axis or the vocabulary, it is left free.
+    """
+    allowed: dict[str, AsAsked] = {}
     layouts = Layouts(analysis, matching)
     for glob, layout in overrides.items():
         for name in _chosen(glob, layout, whole, analysis):
-            allowed[name] = _having(layouts, name, layout)
+            follows = name != glob and layout not in ("column", "replicated")
+            if not (follows and layouts.is_bias(name)):
+                allowed[name] = AsAsked(layouts, name, glob, layout, tp)
     return allowed
 
 
-def _planned(plan: Plan, analysis: Analysis, name: str) -> Callable[[Placement], bool]:
-    record = plan.parameters[name]
-    dims = analysis.dims[(analysis.parameters[name], 0)]
-    forest = analysis.forest
+@dataclass(frozen=True, slots=True)
+class AsPlanned:
+    """One parameter, split as a plan says."""
 
-    def same(placement: Placement) -> bool:
+    plan: Plan
+    analysis: Analysis
+    name: str
+
+    def __call__(self, placement: Placement) -> bool:
+        """Whether `placement` cuts the parameter as the plan does."""
+        record, forest = self.plan.parameters[self.name], self.analysis.forest
         if placement.kind != "S":
             return record.dim is None
         if placement.dim != record.dim:
             return False
+        dims = self.analysis.dims[(self.analysis.parameters[self.name], 0)]
         atom = forest.find(forest.atoms[int(placement.axis[1:])])
         split = forest.split(dims[placement.dim], atom)
         return split is not None and split.encode() == record.split
 
-    return same
+    def refusal(self, possible: Sequence[Placement]) -> str:
+        """That no op of this graph can read the parameter as the plan cuts it."""
+        record = self.plan.parameters[self.name]
+        return (
+            f"plan= (for {self.plan.model}, tp {self.plan.tp}): it cuts {self.name} "
+            f"{list(record.shape)} along dim {record.dim} ({record.axis}), but of the "
+            f"{len(possible)} placements that the ops of this graph leave to it none does. "
+            "Make the plan with these inputs as example_inputs=, or give an override."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AsAsked:
+    """One parameter, laid out as an override asks."""
+
+    layouts: Layouts
+    name: str
+    glob: str
+    layout: str
+    tp: int
+
+    def __call__(self, placement: Placement) -> bool:
+        """Whether `placement` is of the layout asked for."""
+        return self.layouts.fits(self.name, placement, self.layout)
+
+    def refusal(self, possible: Sequence[Placement]) -> str:
+        """Why the layout is impossible, which others are possible, and which tp sizes would do."""
+        node = self.layouts.analysis.parameters[self.name]
+        shape = list(self.layouts.analysis.metas[(node, 0)].shape)
+        return (
+            f"overrides: {self.glob!r} asks for layout {self.layout!r}, which {self.name} {shape} "
+            f"cannot have over {self.tp} ranks: {self._reason()}. "
+            f"Possible for it are {', '.join(self._offers(possible))}."
+        )
+
+    def _reason(self) -> str:
+        sizes = sorted({size for placement, size in self._cuts() if self(placement)})
+        if not sizes:
+            return _NO_SUCH_DIM[self.layout]
+        fitting = sorted({n for size in sizes for n in range(2, size + 1) if size % n == 0})
+        axis = f"its axis of {_either(sizes)}"
+        if self.tp in fitting:
+            return f"no op that reads it can run on parts of {axis}"
+        numbers = ", ".join(map(str, fitting[:12]))
+        return f"{axis} is not divisible by {self.tp}; tp sizes that divide it: {numbers}"
+
+    def _cuts(self) -> Iterator[tuple[Placement, int]]:
+        """Every cut of the parameter along one of its axes, with the axis' size, at any tp."""
+        analysis = self.layouts.analysis
+        for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
+            for axis in analysis.forest.leaves(dim):
+                size = axis.size.static
+                if size is not None and size > 1 and not axis.data:
+                    yield Placement("S", number, axis.name), size
+
+    def _offers(self, possible: Sequence[Placement]) -> list[str]:
+        sizes = dict(self._cuts())
+        axes: dict[tuple[str, int], set[int]] = {}
+        for placement in possible:
+            if placement.kind == "S":
+                cut = self.layouts.of(self.name, placement), placement.dim
+                axes.setdefault(cut, set()).add(sizes[placement])
+        cuts = (
+            f"{of} (dim {dim}, its axis of {_either(found)})" for (of, dim), found in axes.items()
+        )
+        return [*cuts, "replicated"]
+
+
+def _either(sizes: Iterable[int]) -> str:
+    return " or ".join(str(size) for size in sorted(sizes))
 
 
 def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
@@ -91,15 +177,13 @@ def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[st
     return names
 
 
-def _having(layouts: Layouts, name: str, layout: str) -> Callable[[Placement], bool]:
-    return lambda placement: layouts.fits(name, placement, layout)
-
-
 def _difference(drawn: Plan, whole: Whole) -> str:
     for name, record in drawn.parameters.items():
         tensor = whole.parameters.get(name)
         if tensor is None:
             return f" (the model has no {name})"
         if tuple(tensor.shape) != record.shape:
-            return f" ({name} is {list(record.shape)} in the plan, {list(tensor.shape)} in the model)"
+            return (
+                f" ({name} is {list(record.shape)} in the plan, {list(tensor.shape)} in the model)"
+            )
     return ""

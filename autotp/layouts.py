@@ -1,10 +1,10 @@
 """Human layouts of parameters: by the op that reads them, not by how they are stored.
 
-    column      cut along an axis the op produces (GPT-2's transposed weights: dim 1)
-    row         cut along an axis the op contracts
-    vocabulary  a table or head cut along the vocabulary; wins over column
-    norm        a whole vector that scales or shifts what it meets
-    replicated  whole on every rank
+column      cut along an axis the op produces (GPT-2's transposed weights: dim 1)
+row         cut along an axis the op contracts
+vocabulary  a table or head cut along the vocabulary; wins over column
+norm        a whole vector that scales or shifts what it meets
+replicated  whole on every rank
 """
 
 from collections import defaultdict

@@ -28,6 +28,7 @@ from autotp.core.split import Split
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
 from autotp.errors import PlanError, WeightsError
+from autotp.models import load
 from autotp.options import Keywords, Options
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.analyse import analyse
@@ -53,9 +54,11 @@ from autotp.whole import on_meta, skeleton, whole_of
 __all__ = ["dry_run", "parallelize", "plan", "verify"]
 
 
-def plan(model: nn.Module, tp: int, **options: Unpack[Keywords]) -> Plan:
+def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     """The plan of `model` over `tp` ranks: needs no device, no group and no weights.
 
+    - `model`: a module, a transformers configuration, a directory with a config.json, a preset's
+      name, or `package.module:factory`; training is off for all but a module.
     - `example_inputs`: a mapping of inputs; their sizes price the plan. Default: see docs.
     - `training`: gradients are wanted; default `model.training`.
     - `machine`: a name of rules/machines/, a path, or a Machine.
@@ -69,7 +72,10 @@ def plan(model: nn.Module, tp: int, **options: Unpack[Keywords]) -> Plan:
     Raises PlanError, CaptureError, RuleError, UnknownOpError.
     """
     _check_tp(tp)
-    return _Work(model, Options(**options)).made(tp, "tp").plan
+    chosen = Options(**options)
+    if not isinstance(model, nn.Module) and chosen.training is None:
+        chosen = replace(chosen, training=False)
+    return _Work(load(model), chosen).made(tp, "tp").plan
 
 
 def parallelize(
@@ -147,7 +153,8 @@ def dry_run(
     return {
         "plan.json": made.plan.to_json(),
         "graph.py": sharded.code(),
-        "graph.json": json.dumps(graph_json(made.rewritten.graph, made.rewritten.values), indent=1) + "\n",
+        "graph.json": json.dumps(graph_json(made.rewritten.graph, made.rewritten.values), indent=1)
+        + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
         "solution.json": json.dumps(solution_json(made.posed.problem, made.solution)) + "\n",
     }
@@ -236,9 +243,7 @@ class _Work:
         )
         return Made(drawn, posed, solution, decision, rewritten)
 
-    def built(
-        self, made: Made, where: Group, named: torch.device | None = None
-    ) -> ShardedModel:
+    def built(self, made: Made, where: Group, named: torch.device | None = None) -> ShardedModel:
         """One rank's model around its shards; its graph names the device `named`, if given."""
         device = torch.device("meta") if _is_meta(self.model) and not _real(where) else where.device
         tree = build_tree(
@@ -356,5 +361,3 @@ def _is_meta(model: nn.Module) -> bool:
 
 def _real(where: Group) -> bool:
     return dist.is_initialized() and where.name != "tp"
-
-

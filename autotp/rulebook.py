@@ -23,8 +23,20 @@ from autotp.errors import RuleError
 
 __all__ = ["Role", "Rulebook", "load", "root"]
 
-_KEYS = {"ops", "rule", "reduce", "whole", "linear", "bias", "derive", "options", "emit", "loss",
-         "moves", "note"}
+_KEYS = {
+    "ops",
+    "rule",
+    "reduce",
+    "whole",
+    "linear",
+    "bias",
+    "derive",
+    "options",
+    "emit",
+    "loss",
+    "moves",
+    "note",
+}
 _JOINS = {"sum", "mean", "max", "none"}
 
 
@@ -91,7 +103,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
     if unknown:
         raise RuleError(f"unknown key {unknown[0]!r}; the keys are {', '.join(sorted(_KEYS))}")
     if not entry.get("ops"):
-        raise RuleError("names no op: set ops = [\"namespace.name.overload\"]")
+        raise RuleError('names no op: set ops = ["namespace.name.overload"]')
     if ("rule" in entry) == ("derive" in entry):
         raise RuleError("needs exactly one of `rule` and `derive`")
     signature = parse(entry["rule"]) if "rule" in entry else None
@@ -118,7 +130,9 @@ def _check(entry: dict[str, Any], signature: Signature | None) -> None:
     joins: dict[str, str] = entry.get("reduce", {})
     for factor, join in joins.items():
         if join not in _JOINS:
-            raise RuleError(f"reduce of {factor!r} is {join!r}, not one of {', '.join(sorted(_JOINS))}")
+            raise RuleError(
+                f"reduce of {factor!r} is {join!r}, not one of {', '.join(sorted(_JOINS))}"
+            )
     if signature is None:
         return
     inputs = {w for p in signature.operands for d in p for w in d}
@@ -126,7 +140,11 @@ def _check(entry: dict[str, Any], signature: Signature | None) -> None:
     contracted = inputs - outputs - {ELLIPSIS}
     named = set(joins) | set(entry.get("whole", ()))
     for factor in sorted((contracted - named) | (named - inputs)):
-        known = "is contracted: say how in `reduce` or `whole`" if factor in inputs else "is in no operand"
+        known = (
+            "is contracted: say how in `reduce` or `whole`"
+            if factor in inputs
+            else "is in no operand"
+        )
         raise RuleError(f"rule {str(signature)!r}: factor {factor!r} {known}")
     for index in {i for s in [*entry.get("linear", ()), entry.get("bias", ())] for i in s}:
         if not 0 <= index < len(signature.operands):
@@ -135,4 +153,6 @@ def _check(entry: dict[str, Any], signature: Signature | None) -> None:
 
 def _roles(path: Path) -> tuple[Role, ...]:
     entries = cast("list[dict[str, Any]]", _read(path).get("role", []))
-    return tuple(Role(e["name"], frozenset(e.get("inside", ())), e.get("axis", e["name"])) for e in entries)
+    return tuple(
+        Role(e["name"], frozenset(e.get("inside", ())), e.get("axis", e["name"])) for e in entries
+    )

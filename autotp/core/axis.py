@@ -291,7 +291,9 @@ class Forest:
         """Whether every segment of `dim` contains `axis`."""
         return any(
             atom is axis
-            or (atom.segments is not None and all(self.covers(s, axis) for s in self.sections(atom)))
+            or (
+                atom.segments is not None and all(self.covers(s, axis) for s in self.sections(atom))
+            )
             for atom in self.flat(dim)
         )
 
@@ -343,7 +345,9 @@ def _single(before: Size, axis: Atom, after: Size) -> Split | None:
     outer = -1 if before.static is None else before.static
     inner = -1 if after.static is None else after.static
     size = axis.size.static
-    return None if size is None or outer == inner == -1 else Split(1, (Segment(outer, size, inner),))
+    return (
+        None if size is None or outer == inner == -1 else Split(1, (Segment(outer, size, inner),))
+    )
 
 
 def _offsets(forest: Forest, atom: Atom) -> list[int]:

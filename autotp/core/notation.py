@@ -39,7 +39,9 @@ class Signature:
 
     def __str__(self) -> str:
         """The rule in the notation it was read from."""
-        sides = (", ".join(_pattern_text(p) for p in side) for side in (self.operands, self.results))
+        sides = (
+            ", ".join(_pattern_text(p) for p in side) for side in (self.operands, self.results)
+        )
         return " -> ".join(sides)
 
 

@@ -14,7 +14,17 @@ axis in two dims, a fused QKV weight has several axes in one.
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["CONVERSIONS", "PARTIAL", "REPLICATED", "SHARED", "Conversion", "Kind", "Placement", "Sharding", "split"]
+__all__ = [
+    "CONVERSIONS",
+    "PARTIAL",
+    "REPLICATED",
+    "SHARED",
+    "Conversion",
+    "Kind",
+    "Placement",
+    "Sharding",
+    "split",
+]
 
 Kind: TypeAlias = Literal["R", "R~", "P", "S"]
 
@@ -50,7 +60,14 @@ def split(dim: int, axis: str) -> Placement:
 
 
 Primitive: TypeAlias = Literal[
-    "identity", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad", "keep_first"
+    "identity",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "slice",
+    "pad",
+    "keep_first",
 ]
 
 

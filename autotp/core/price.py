@@ -101,7 +101,9 @@ class Prices:
         )
         if steps is None:
             return _NEVER
-        run = [s for s in (steps if self.flows and self.training else steps[:1]) if s in COLLECTIVES]
+        run = [
+            s for s in (steps if self.flows and self.training else steps[:1]) if s in COLLECTIVES
+        ]
         return 0, sum(self._time(s) for s in run), len(run), 1
 
     def _time(self, kind: str) -> int:

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 __all__ = ["LEVELS", "Edge", "Problem", "Solution", "Variable"]
 
-LEVELS = ("forbidden", "home_bytes", "time_ps", "collectives", "parameter_bytes", "conversions", "index")
+LEVELS = (
+    "forbidden",
+    "home_bytes",
+    "time_ps",
+    "collectives",
+    "parameter_bytes",
+    "conversions",
+    "index",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,9 @@ class Size(NamedTuple):
     def __mul__(self, other: object) -> "Size":  # type: ignore[override]
         """The product of two sizes."""
         assert isinstance(other, Size)
-        return Size(self.coefficient * other.coefficient, tuple(sorted(self.symbols + other.symbols)))
+        return Size(
+            self.coefficient * other.coefficient, tuple(sorted(self.symbols + other.symbols))
+        )
 
     def over(self, other: "Size") -> "Size | None":
         """The quotient if `other` divides this size, else None."""

@@ -78,7 +78,9 @@ def _spans(segment: Segment, start: int, rank: int, parts: int) -> list[tuple[in
     if not segment.axis:
         return [(start, start + segment.length())]
     size = segment.axis // parts
-    firsts = (start + (o * segment.axis + rank * size) * segment.inner for o in range(segment.outer))
+    firsts = (
+        start + (o * segment.axis + rank * size) * segment.inner for o in range(segment.outer)
+    )
     return [(first, first + size * segment.inner) for first in firsts]
 
 

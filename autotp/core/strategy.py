@@ -104,7 +104,9 @@ class _Maker:
                 continue
             if not self._cuts(dims[dim], axis, covered=covered):
                 return None
-            (operands if slot >= 0 else results)[slot if slot >= 0 else ~slot] = split(dim, axis.name)
+            (operands if slot >= 0 else results)[slot if slot >= 0 else ~slot] = split(
+                dim, axis.name
+            )
         if factor.kind == "reduce":
             if not self.facts.floating:
                 return None

@@ -114,7 +114,9 @@ class _Accountant:
                 "state_dtype": asked.state_dtype,
                 "reduce_dtype": asked.reduce_dtype,
             },
-            choices={n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()},
+            choices={
+                n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()
+            },
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────
@@ -188,7 +190,9 @@ class _Accountant:
             return "its parameters are cut along another axis"
         if any(s % tp == 0 for s in sizes.values()):
             return "splitting it would cost more communication than it saves bytes"
-        named = ", ".join(f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items())
+        named = ", ".join(
+            f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
+        )
         fit = ", ".join(str(n) for n in legal[:12]) or "none"
         return f"{named} not divisible by tp {tp}; tp sizes that split it: {fit}"
 
@@ -213,7 +217,11 @@ class _Accountant:
             bytes=_bytes(tensor),
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
-            placement=(Placement(placement.kind, placement.dim, self.names.get(placement.axis, placement.axis)),),
+            placement=(
+                Placement(
+                    placement.kind, placement.dim, self.names.get(placement.axis, placement.axis)
+                ),
+            ),
             reason="" if split else self._reason(name, layout),
             gradient_partial=placement.kind == "R~",
             tied=tuple(self.aliases.get(name, ())),

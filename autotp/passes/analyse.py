@@ -23,6 +23,7 @@ from autotp.sizes import Sizes
 
 __all__ = ["analyse"]
 
+
 def analyse(
     program: Program, parameters: Sequence[str], rulebook: Rulebook, *, strict: bool = False
 ) -> Analysis:
@@ -101,9 +102,11 @@ class _Reader:
         found = list(_tensors(node))
         if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
             return
+        row = self.rulebook.rows.get(str(node.target))
+        if row is not None and row.derive == "constant":
+            return
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
         metas = results_of(node)
-        row = self.rulebook.rows.get(str(node.target))
         rule = self._rule(node, operands, metas, row) if row else None
         if rule is None:
             rule = self._unruled(node, operands, metas)
@@ -115,7 +118,9 @@ class _Reader:
         dims = self.analysis.dims.get(value)
         if dims is None:
             sizes = self.sizes.of(cast(torch.Tensor, node.meta["val"]))
-            data = self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()
+            data = (
+                self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()
+            )
             dims = tuple(self.forest.dim(s, data=i in data) for i, s in enumerate(sizes))
         return Operand(value, dims, argument, item)
 
@@ -142,7 +147,9 @@ class _Reader:
             for k in range(count)
         ]
         factors = [
-            Factor("whole", dim, ((k, i),)) for k, o in enumerate(operands) for i, dim in enumerate(o.dims)
+            Factor("whole", dim, ((k, i),))
+            for k, o in enumerate(operands)
+            for i, dim in enumerate(o.dims)
         ]
         return NodeRule(tuple(factors), tuple(results), ruled=False)
 
@@ -163,7 +170,7 @@ class _Reader:
             self._define((node, k), meta, rule.results[k])
             if weights:
                 analysis.weights.add((node, k))
-            if flows and meta.is_floating_point():
+            if flows and (meta.is_floating_point() or meta.is_complex()):
                 analysis.differentiable.add((node, k))
 
 

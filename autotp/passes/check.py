@@ -194,7 +194,9 @@ def _argument(node: fx.Node, operand: Operand) -> object:
     return given[operand.item] if isinstance(given, list | tuple) else None
 
 
-def _collectives(graph: fx.Graph, *, training: bool, differentiable: Any) -> Iterator[tuple[str, str]]:
+def _collectives(
+    graph: fx.Graph, *, training: bool, differentiable: Any
+) -> Iterator[tuple[str, str]]:
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
         namespace, op = _name(node)
@@ -248,5 +250,3 @@ def _at(node: fx.Node) -> str:
 
 def _output(graph: fx.Graph) -> fx.Node:
     return next(n for n in reversed(graph.nodes) if n.op == "output")
-
-

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from autotp.core.rule import NodeRule
 from autotp.errors import RuleError
 from autotp.passes.derive_call import Builder, Call, notation
-from autotp.passes.derive_named import along, index, like, trailing, whole
-from autotp.passes.derive_piece import concatenate, divide, select, stack, take, unbind
-from autotp.passes.derive_product import attention, product
-from autotp.passes.derive_shape import expand, permute, repeat, repeat_each, view
+from autotp.passes.derive_lookup import index, lookup
+from autotp.passes.derive_named import along, constant, like, trailing, whole
+from autotp.passes.derive_piece import concatenate, divide, place, select, stack, take, unbind
+from autotp.passes.derive_product import attention, convolution, einsum, product
+from autotp.passes.derive_shape import expand, pair, permute, repeat, repeat_each, unpair, view
 
 __all__ = ["RULES", "Call", "apply"]
 
@@ -37,11 +38,17 @@ RULES: Mapping[str, Builder] = {
     "along": along,
     "attention": attention,
     "concatenate": concatenate,
+    "constant": constant,
+    "convolution": convolution,
     "divide": divide,
+    "einsum": einsum,
     "expand": expand,
     "index": index,
     "like": like,
+    "lookup": lookup,
+    "pair": pair,
     "permute": permute,
+    "place": place,
     "product": product,
     "repeat": repeat,
     "repeat_each": repeat_each,
@@ -50,6 +57,7 @@ RULES: Mapping[str, Builder] = {
     "take": take,
     "trailing": trailing,
     "unbind": unbind,
+    "unpair": unpair,
     "view": view,
     "whole": whole,
 }

@@ -61,31 +61,34 @@ class Binding:
         self.dims: dict[str, Dim] = {}
         self.slots: dict[str, list[Slot]] = {}
         self.broken: set[str] = set()
+        self.ones: set[str] = set()  # factors that stood for size 1 somewhere
 
     def operand(self, pattern: Pattern, index: int) -> bool:
         """Whether operand `index` fits `pattern`; binds its factors."""
         dims = self.call.operands[index]
         words = self._words(pattern, len(dims))
-        if words is None or len(words) != len(dims):
+        if len(words) != len(dims):
             return False
         for at, (names, dim) in enumerate(zip(words, dims, strict=True)):
             if not self._bind(names, dim, (index, at)):
                 return False
         return True
 
-    def _words(self, pattern: Pattern, rank: int) -> list[tuple[str, ...]] | None:
+    def _words(self, pattern: Pattern, rank: int) -> list[tuple[str, ...]]:
+        """The pattern of `rank` dims: as it is if that does not fit, which the caller sees."""
         if pattern[:1] != ((ELLIPSIS,),):
             return list(pattern[max(0, len(pattern) - rank) :])  # fewer dims: broadcast
         count = rank - len(pattern) + 1
         if count < 0:
-            return None
+            return list(pattern)
         leading = [(f"{ELLIPSIS}{k}",) for k in reversed(range(count))]  # aligned from the right
         return [*leading, *pattern[1:]]
 
     def _bind(self, names: tuple[str, ...], dim: Dim, slot: Slot) -> bool:
         forest = self.call.forest
-        if not forest.flat(dim):
-            return True  # size 1: broadcast, or every factor of the group has size 1
+        if not forest.flat(dim):  # size 1: broadcast, or every factor of the group has size 1
+            self.ones.update(names)
+            return True
         if len(names) == 1:
             return self._bind_one(names[0], dim, slot)
         return self._bind_group(names, dim, slot)
@@ -105,6 +108,8 @@ class Binding:
         known = [n for n in names if n in self.dims]
         unknown = [n for n in names if n not in self.dims]
         if len(unknown) > 1:
+            unknown = [n for n in unknown if n not in self.ones]
+        if len(unknown) > 1:
             return False
         if unknown:
             rest = forest.size(dim)
@@ -114,9 +119,9 @@ class Binding:
                     return False
                 rest = quotient
             self.dims[unknown[0]] = forest.dim(rest)
-        whole = tuple(atom for name in names for atom in self.dims[name])
-        united = forest.unify(whole, dim)
-        for name in names:
+        named = [n for n in names if n in self.dims]
+        united = forest.unify(tuple(atom for n in named for atom in self.dims[n]), dim)
+        for name in named:
             self.slots.setdefault(name, []).append(slot)
             if not united:
                 self.broken.add(name)
@@ -139,7 +144,6 @@ class Binding:
 
     def _result(self, number: int, pattern: Pattern) -> tuple[Dim, ...]:
         words = self._words(pattern, len(self.call.sizes[number]))
-        assert words is not None
         out: list[Dim] = []
         for at, names in enumerate(words):
             size = self.call.sizes[number][at]

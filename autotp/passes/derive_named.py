@@ -1,29 +1,30 @@
-"""Rules of ops whose argument names the dims that are contracted, whole or looked up."""
+"""Rules of ops whose argument names the dims that are contracted or whole, and of whole ops."""
 
-from typing import Any, cast
+from typing import cast
 
 from autotp.core.axis import Dim
 from autotp.core.notation import parse
 from autotp.core.rule import Factor, FactorKind, NodeRule
 from autotp.passes.derive_call import Call, notation, renumbered
 
-__all__ = ["along", "index", "like", "trailing", "whole"]
+__all__ = ["along", "constant", "like", "trailing", "whole"]
 
 
 def along(call: Call) -> NodeRule | None:
     """The dims that an argument names are contracted or whole; every other dim passes.
 
-    Options: `kind` = whole | sum | mean | max; `argument` = its name (default "dim"); `keep` = True
-    if the dim stays (softmax), else it follows the op's own `keepdim`; `linear` = True if linear.
+    Options: `kind` = whole | sum | mean | max; `argument` = its name (default "dim"), or `dims` =
+    the dims themselves; `keep` = True if the dim stays (softmax), else it follows the op's own
+    `keepdim`; `linear` = True if linear.
     """
     options = call.row.options
-    dims = call.operands[0]
-    named = call.arguments.get(str(options.get("argument", "dim")))
+    rank = len(call.operands[0])
+    named = options.get("dims", call.arguments.get(str(options.get("argument", "dim"))))
     if named is None or named == []:
-        chosen = set(range(len(dims)))
+        chosen = set(range(rank))
     else:
         listed = cast("list[int]", named if isinstance(named, list | tuple) else [named])
-        chosen = {call.axis(d, len(dims)) for d in listed}
+        chosen = {call.axis(d, rank) for d in listed}
     keep = bool(options.get("keep", False))
     kept = keep or bool(call.arguments.get("keepdim", False))
     return _along(call, chosen, str(options.get("kind", "whole")), keep=keep, kept=kept)
@@ -57,27 +58,6 @@ def _stay(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
     return call.fresh(result, at, data=any(a.data for a in call.forest.flat(dim)))
 
 
-def index(call: Call) -> NodeRule | None:
-    """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes."""
-    listed = cast("list[Any]", call.arguments["indices"])
-    used = [k for k, item in enumerate(listed) if item is not None]
-    if not used or used != list(range(used[0], used[-1] + 1)):
-        return None
-    source = call.operands[0]
-    rank = len(call.sizes[0]) - (len(source) - len(used))
-    factors = [Factor("whole", source[k], ((0, k),)) for k in used if source[k]]
-    middle: list[Dim] = []
-    for j in range(rank):
-        middle.append(call.fresh(0, used[0] + j, data=True))
-    results: list[Dim] = [*source[: used[0]], *middle, *source[used[-1] + 1 :]]
-    for i, dim in enumerate(source):
-        if i not in used and dim:
-            j = i if i < used[0] else i - len(used) + rank
-            factors.append(Factor("pass", dim, ((0, i), (~0, j))))
-    factors += [Factor("whole", d, ((~0, used[0] + j),)) for j, d in enumerate(middle) if d]
-    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),))
-
-
 def like(call: Call) -> NodeRule | None:
     """The first operand as it is; the others give no more than a dtype."""
     dims = call.operands[0]
@@ -96,6 +76,14 @@ def whole(call: Call) -> NodeRule | None:
         tuple(call.fresh(k, j, data=True) for j in range(len(s))) for k, s in enumerate(call.sizes)
     )
     return NodeRule(tuple(factors), results)
+
+
+def constant(call: Call) -> NodeRule | None:
+    """Every dim whole, where analyse meets it; it takes such a node for one without parameters.
+
+    Only sizes and dtype of the operand reach the result (`new_zeros`), never its values.
+    """
+    return whole(call)
 
 
 def trailing(call: Call) -> NodeRule | None:

@@ -1,11 +1,13 @@
 """Rules of ops that cut a dim into pieces, and of those that join pieces."""
 
+from typing import cast
+
 from autotp.core.axis import Dim
 from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
 from autotp.core.size import Size
 from autotp.passes.derive_call import Call, moved
 
-__all__ = ["concatenate", "divide", "select", "stack", "take", "unbind"]
+__all__ = ["concatenate", "divide", "place", "select", "stack", "take", "unbind"]
 
 
 def _others(
@@ -28,26 +30,61 @@ def take(call: Call) -> NodeRule | None:
     dims = call.operands[0]
     at = call.axis(call.arguments["dim"], len(dims))
     size = call.forest.size(dims[at])
-    start, step = call.arguments.get("start") or 0, call.arguments.get("step", 1)
-    stop = call.arguments.get("end")
-    linear = (frozenset({0}),)
-    if size.static is None or not all(isinstance(n, int) for n in (start, step, stop or 0)):
+    bounds = _bounds(call, size.static)
+    if size.static is None or bounds is None:
         return _whole_dim(call, at, data=True)
-    total = size.static
-    begin, end, _ = slice(start, stop, 1).indices(total)
+    begin, end, step = bounds
     if step != 1:
-        return _strided(call, at, begin, end, step, total)
-    if begin >= end:
+        return _strided(call, at, begin, end, step, size.static)
+    found = _piece(call, dims[at], begin, end)
+    if found is None:
         return _whole_dim(call, at, data=False)
-    tail = call.forest.cut(dims[at], end)
-    head = None if tail is None else call.forest.cut(tail[0], begin)
-    if tail is None or head is None:
-        return _whole_dim(call, at, data=False)
-    piece = head[1]
+    before, piece = found
     factors = [*_others(call, at), Factor("pass", dims[at], ((0, at), (~0, at)))]
-    extra = {"before": (head[0],) if begin else (), "piece": (piece,)}
+    extra = {"before": before, "piece": (piece,)}
     results = (_replaced(call, at, piece),)
-    return NodeRule(tuple(factors), results, linear=linear, emit="slice", extra=extra)
+    return NodeRule(tuple(factors), results, linear=(frozenset({0}),), emit="slice", extra=extra)
+
+
+def _bounds(call: Call, total: int | None) -> tuple[int, int, int] | None:
+    """Start, end and step of a piece, counted from 0; None if one is symbolic."""
+    start, step = call.arguments.get("start") or 0, call.arguments.get("step", 1)
+    length, stop = call.arguments.get("length"), call.arguments.get("end")
+    if total is None or not all(isinstance(n, int) for n in (start, step, length or stop or 0)):
+        return None
+    begin, end, _ = slice(start, stop, 1).indices(total)
+    return begin, end if length is None else begin + cast(int, length), cast(int, step)
+
+
+def _piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, ...], Dim] | None:
+    """What lies before the piece (nothing, or one dim), and the piece; None if it cannot be cut."""
+    tail = call.forest.cut(dim, end) if begin < end else None
+    head = None if tail is None else call.forest.cut(tail[0], begin)
+    return None if head is None else ((head[0],) if begin else (), head[1])
+
+
+def place(call: Call) -> NodeRule | None:
+    """A piece of one dim is overwritten: the dim passes, and the written tensor has the piece."""
+    dims, written = call.operands
+    at = call.axis(call.arguments["dim"], len(dims))
+    bounds = _bounds(call, call.forest.size(dims[at]).static)
+    if bounds is None or bounds[2] != 1:
+        return None
+    found = _piece(call, dims[at], *bounds[:2])
+    if found is None or not call.forest.unify(found[1], written[at]):
+        return None
+    factors: list[Factor] = []
+    for i, dim in enumerate(dims):
+        same = i == at or (
+            call.forest.size(dim) == call.forest.size(written[i])
+            and call.forest.unify(dim, written[i])
+        )
+        if dim:
+            kind: FactorKind = "pass" if same else "whole"
+            factors.append(Factor(kind, dim, ((0, i), (1, i), (~0, i))))
+    extra = {"before": found[0], "piece": (found[1],)}
+    linear = (frozenset({0, 1}),)
+    return NodeRule(tuple(factors), (dims,), linear=linear, emit="slice", extra=extra)
 
 
 def _strided(call: Call, at: int, begin: int, end: int, step: int, total: int) -> NodeRule | None:

@@ -1,18 +1,24 @@
-"""Rules of products whose form depends on ranks or arguments: matmul, attention."""
+"""Rules of products whose form depends on ranks or arguments: matmul, attention, convolution."""
+
+import re
+from dataclasses import replace
 
 from autotp.core.notation import parse
-from autotp.core.rule import NodeRule
+from autotp.core.rule import Factor, NodeRule
 from autotp.passes.derive_call import Binding, Call, notation, position
 
-__all__ = ["attention", "product"]
+__all__ = ["attention", "convolution", "einsum", "product"]
+
+_LETTER = re.compile(r"\.\.\.|\w")
 
 
 def product(call: Call) -> NodeRule | None:
     """A matrix product of any ranks, as torch.matmul broadcasts it."""
-    ranks = tuple(min(len(d), 3) for d in call.operands[:2])
+    ranks = min(len(call.operands[0]), 3), min(len(call.operands[1]), 3)
     forms = {
         (1, 1): "i, i -> ",
         (1, 2): "i, i o -> o",
+        (1, 3): "i, ... i o -> ... o",
         (2, 1): "... i, i -> ...",
         (3, 1): "... i, i -> ...",
     }
@@ -21,12 +27,11 @@ def product(call: Call) -> NodeRule | None:
 
 def attention(call: Call) -> NodeRule | None:
     """Scaled dot product attention: heads and the value's head size pass; grouped heads share."""
-    mask = "... h q k"
-    if call.arguments.get("enable_gqa"):
-        key = "... h k e, ... h k v"
-        query, mask, out = "... (h g) q e", "... (h g) q k", "... (h g) q v"
-        return _attention(call, f"{query}, {key}, {mask} -> {out}")
-    return _attention(call, f"... h q e, ... h k e, ... h k v, {mask} -> ... h q v")
+    head = "(h g)" if call.arguments.get("enable_gqa") else "h"
+    given = position(call, 3)
+    flat = given is not None and given >= 0 and len(call.operands[given]) < 3
+    mask = "q k" if flat else f"... {head} q k"
+    return _attention(call, f"... {head} q e, ... h k e, ... h k v, {mask} -> ... {head} q v")
 
 
 def _attention(call: Call, text: str) -> NodeRule | None:
@@ -39,3 +44,43 @@ def _attention(call: Call, text: str) -> NodeRule | None:
         if not binding.operand(signature.operands[at], number):
             return None
     return binding.rule()
+
+
+def einsum(call: Call) -> NodeRule | None:
+    """An equation of one letter a dim: letters that the result lacks are contracted."""
+    left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
+    operands = [_LETTER.findall(part) for part in left.split(",")]
+    result = _LETTER.findall(right)
+    every = [*operands, result]
+    if not arrow or any("..." in words[1:] or len(set(words)) < len(words) for words in every):
+        return None  # a diagonal, or an order of the result left unsaid
+    signature = parse(f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}")
+    contracted = dict.fromkeys({w for words in operands for w in words} - set(result), "sum")
+    linear = tuple(frozenset({k}) for k in range(len(operands)))
+    row = replace(call.row, reduce=contracted, linear=linear)
+    positions = tuple(range(len(operands)))
+    return notation(replace(call, row=row, positions=positions), signature)
+
+
+def convolution(call: Call) -> NodeRule | None:
+    """Channels are contracted, or each is on its own (`groups` as many); spatial dims are whole."""
+    if len(call.operands[0]) != len(call.sizes[0]):
+        return None  # without a batch
+    groups, spatial = call.arguments["groups"], len(call.operands[0]) - 2
+    given = " ".join(f"s{k}" for k in range(spatial))
+    window = " ".join(f"k{k}" for k in range(spatial))
+    alone = groups == call.forest.size(call.operands[0][1]).static
+    alone = alone and call.sizes[0][1] == call.forest.size(call.operands[0][1])
+    if groups != 1 and not alone:
+        return None
+    text = (
+        f"b c {given}, c 1 {window}, c -> b c" if alone else f"b i {given}, o i {window}, o -> b o"
+    )
+    words = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
+    row = replace(call.row, whole=words, emit="groups" if alone else "")
+    rule = notation(replace(call, row=row), parse(text))
+    if rule is None:
+        return None
+    fresh = tuple(call.fresh(0, 2 + k, data=True) for k in range(spatial))
+    factors = [Factor("whole", d, ((~0, 2 + k),)) for k, d in enumerate(fresh) if d]
+    return replace(rule, factors=(*rule.factors, *factors), results=((*rule.results[0], *fresh),))

@@ -5,7 +5,7 @@ from autotp.core.rule import Factor, NodeRule, Slot
 from autotp.core.size import ONE, Size
 from autotp.passes.derive_call import Call, moved
 
-__all__ = ["expand", "permute", "repeat", "repeat_each", "view"]
+__all__ = ["expand", "pair", "permute", "repeat", "repeat_each", "unpair", "view"]
 
 _PAIR = ("dim0", "dim1", "axis0", "axis1")
 
@@ -144,3 +144,17 @@ def repeat_each(call: Call) -> NodeRule | None:
     if extra:
         factors.append(Factor("whole", extra, ((~0, at),)))
     return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=call.row.emit)
+
+
+def pair(call: Call) -> NodeRule | None:
+    """The last dim, real and imaginary part, becomes one number: it is whole, and gone."""
+    return moved(call, range(len(call.operands[0]) - 1))
+
+
+def unpair(call: Call) -> NodeRule | None:
+    """Real and imaginary part become a new last dim, which is whole."""
+    dims = call.operands[0]
+    new = call.fresh(0, len(dims))
+    factors = [Factor("pass", d, ((0, i), (~0, i))) for i, d in enumerate(dims) if d]
+    factors.append(Factor("whole", new, ((~0, len(dims)),)))
+    return NodeRule(tuple(factors), ((*dims, new),), linear=(frozenset({0}),))

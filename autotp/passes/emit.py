@@ -61,6 +61,12 @@ class Site:
                 return argument.name, self.kwargs.get(argument.name, argument.default_value)
         return -1, None
 
+    def give(self, name: str, value: Argument) -> None:
+        """Set the argument called `name`, if the op has one."""
+        for at, argument in enumerate(cast(Any, self.use.node.target)._schema.arguments):
+            if argument.name == name:
+                self.replace(at if at < len(self.args) else name, value)
+
     def replace(self, place: int | str, value: Argument) -> None:
         """Set the argument at `place`."""
         if isinstance(place, int):
@@ -105,20 +111,15 @@ def sizes(site: Site) -> fx.Node:
 
 
 def cut(site: Site) -> fx.Node:
-    """A slice of the split dim: bounds are where the piece lies in this rank's share."""
-    place, at = site.argument("dim")
-    rank = len(site.use.operands[0].dims)
-    if site.strategy.operands[0].dim != (at or 0) % rank:
-        return site.plain()
-    start = sum(local_length(d, site) for d in site.use.rule.extra["before"])
-    stop = start + local_length(site.use.rule.extra["piece"][0], site)
-    del place
-    return site.graph.create_node(
-        "call_function",
-        site.use.node.target,
-        (site.args[0], at or 0, start, stop),
-        name=site.use.node.name,
-    )
+    """A piece of the split dim is read or written: where it lies in this rank's share."""
+    at = cast(int, site.argument("dim")[1])
+    if site.strategy.operands[0].dim == at % len(site.use.operands[0].dims):
+        start = sum(local_length(d, site) for d in site.use.rule.extra["before"])
+        length = local_length(site.use.rule.extra["piece"][0], site)
+        site.give("start", start)
+        site.give("end", start + length)
+        site.give("length", length)
+    return site.plain()
 
 
 def sections(site: Site) -> fx.Node:
@@ -166,6 +167,13 @@ def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) ->
     return site.call(aten.where.self, mask, still, value)
 
 
+def groups(site: Site) -> fx.Node:
+    """A convolution of each channel on its own: as many groups as this rank has channels."""
+    if site.strategy.results[0].dim == 1:
+        site.give("groups", local_length(site.use.rule.results[0][1], site))
+    return site.plain()
+
+
 def rescale(site: Site) -> fx.Node:
     """A mean over a split dim: the local mean is over fewer elements, so its share is 1/tp."""
     value = site.plain()
@@ -178,6 +186,7 @@ def rescale(site: Site) -> fx.Node:
 
 FORMS: Mapping[str, Form] = {
     "": Site.plain,
+    "groups": groups,
     "lookup": lookup,
     "rescale": rescale,
     "sections": sections,

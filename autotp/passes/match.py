@@ -22,6 +22,7 @@ from autotp.rulebook import Role, Rulebook
 
 __all__ = ["match"]
 
+
 @dataclass(slots=True)
 class _Reach:
     """What one axis meets on its way forward."""
@@ -169,7 +170,9 @@ class _Finder:
         reach.interior.add(str(use.node.target))
         if self._mixes(use):
             reach.together += self._together(use, k)
-        results = {~s for f in touched for s, d in f.slots if s < 0 and self._carries(use, s, d, axis)}
+        results = {
+            ~s for f in touched for s, d in f.slots if s < 0 and self._carries(use, s, d, axis)
+        }
         return [(use.node, r) for r in sorted(results)]
 
     def _touched(self, use: Use, k: int, axis: Atom) -> list[Factor]:
@@ -226,7 +229,14 @@ class _Finder:
         out = Matching()
         for atom, names in self.vocabulary.items():
             out.pairs.append(
-                AxisPair((atom,), tuple(names), tuple(self.closers.get(atom, ())), VOCABULARY, True, frozenset())
+                AxisPair(
+                    (atom,),
+                    tuple(names),
+                    tuple(self.closers.get(atom, ())),
+                    VOCABULARY,
+                    True,
+                    frozenset(),
+                )
             )
         for family in nx.connected_components(self.families):
             axes = tuple(sorted((a for a in family if a in self.openers), key=lambda a: a.number))
@@ -239,7 +249,9 @@ class _Finder:
         """Axes in the order in which the widest opener's dim has them."""
         for name in (n for a in axes for n in self.openers[a]):
             node = self.analysis.parameters[name]
-            order = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d) if a in axes]
+            order = [
+                a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d) if a in axes
+            ]
             if len(set(order)) == len(axes):
                 return tuple(dict.fromkeys(order))
         return axes

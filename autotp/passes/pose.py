@@ -16,7 +16,7 @@ Constraints
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,9 +31,21 @@ from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
 
-__all__ = ["Terms", "Posed", "decide", "pose"]
+__all__ = ["Constraint", "Posed", "Terms", "decide", "pose"]
 
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
+
+
+class Constraint(Protocol):
+    """What an override, or a plan to follow, leaves to one parameter."""
+
+    def __call__(self, placement: Placement) -> bool:
+        """Whether the parameter may take `placement`."""
+        ...
+
+    def refusal(self, possible: Sequence[Placement]) -> str:
+        """Why none of the `possible` placements is left: what to tell the one who asked."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,7 @@ class Terms:
     machine: Machine
     priced: Callable[[torch.Tensor], int]
     shard_threshold: float
-    allowed: Mapping[str, Callable[[Placement], bool]]
+    allowed: Mapping[str, Constraint]
     everything: bool = False
 
 
@@ -158,7 +170,9 @@ class _Poser:
             found = self.unary[key] = make()
         return found
 
-    def _parameter(self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
+    def _parameter(
+        self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]
+    ) -> None:
         wanted = self._wanted(value, chosen)
         domain = [REPLICATED]
         if self.terms.training and value in self.analysis.differentiable:
@@ -166,9 +180,9 @@ class _Poser:
         domain += sorted(p for p in wanted if p.kind == "S")
         allowed = self.terms.allowed.get(name)
         if allowed is not None:
-            domain = [p for p in domain if allowed(p)]
-        if not domain:
-            raise PlanError(f"parameter {name}: no legal placement is left to it")
+            possible, domain = domain, [p for p in domain if allowed(p)]
+            if not domain:
+                raise PlanError(allowed.refusal(possible))
         costs = self._parameter_costs(name, value, domain)
         variable = self._add(name, [str(p) for p in domain], costs)
         self.parameters[name] = (variable, tuple(domain))
@@ -212,7 +226,9 @@ class _Poser:
         return list(wanted)
 
     def _use(self, use: Use, domain: tuple[Strategy, ...]) -> None:
-        costs = self._shared(("use", self._sliced(use, domain)), lambda: self._use_costs(use, domain))
+        costs = self._shared(
+            ("use", self._sliced(use, domain)), lambda: self._use_costs(use, domain)
+        )
         variable = self._add(use.node.name, [s.label for s in domain], costs)
         self.uses[use.node] = (variable, domain)
         for number in range(len(use.rule.results)):
@@ -239,7 +255,9 @@ class _Poser:
         domain: list[Delivered] = [(p,) for p in singles] + pairs
         labels = ["+".join(str(p) for p in d) for d in domain]
         name = f"{value[0].name}.{value[1]} delivered"
-        variable = self._add(name, labels, self._shared(len(domain), lambda: self._unary(len(domain))))
+        variable = self._add(
+            name, labels, self._shared(len(domain), lambda: self._unary(len(domain)))
+        )
         self.delivered[value] = (variable, tuple(domain))
         prices = self._price(value)
         self._edge(maker, variable, made, domain, prices, prices.tree, "tree")
@@ -273,12 +291,24 @@ class _Poser:
         if value in self.delivered:
             source, sets = self.delivered[value]
             self._edge(
-                source, reader, sets, wanted, prices, lambda s, t: prices.nearest(s, t, keep=keep)[0], f"near{keep}"
+                source,
+                reader,
+                sets,
+                wanted,
+                prices,
+                lambda s, t: prices.nearest(s, t, keep=keep)[0],
+                f"near{keep}",
             )
         else:
             source, made = self.makers[value]
             self._edge(
-                source, reader, made, wanted, prices, lambda s, t: prices.between(s, t, keep=keep), f"one{keep}"
+                source,
+                reader,
+                made,
+                wanted,
+                prices,
+                lambda s, t: prices.between(s, t, keep=keep),
+                f"one{keep}",
             )
 
     def _edge(
@@ -327,5 +357,3 @@ def _canonical(rows: Iterable[Any], columns: Iterable[Any]) -> object:
         return tuple(plain(p) for p in item)
 
     return tuple(plain(r) for r in rows), tuple(plain(c) for c in columns)
-
-

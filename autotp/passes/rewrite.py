@@ -156,7 +156,9 @@ class _Writer:
         if value not in self.placed:
             origin = self.plain[value[0]]
             placement = self.decision.strategies[value[0]].results[value[1]]
-            new = self.graph.create_node("call_function", operator.getitem, (origin, value[1]), name=node.name)
+            new = self.graph.create_node(
+                "call_function", operator.getitem, (origin, value[1]), name=node.name
+            )
             new.meta = dict(node.meta)
             self._record(value, placement, new)
             self.made[value] = placement
@@ -182,12 +184,25 @@ class _Writer:
     def _old(self, node: fx.Node) -> Any:
         return node if node.graph is self.graph else self._any(node)
 
-    def _form(self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]) -> fx.Node:
+    def _form(
+        self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]
+    ) -> fx.Node:
         form = FORMS[use.rule.emit if strategy.axis else ""]
         axis = self._axis(strategy.axis) if strategy.axis else self.forest.atom(ONE)
         t = self.target
         new = form(
-            Site(self.graph, use, strategy, axis, self.forest, t.tp, t.group, t.training, args, kwargs)
+            Site(
+                self.graph,
+                use,
+                strategy,
+                axis,
+                self.forest,
+                t.tp,
+                t.group,
+                t.training,
+                args,
+                kwargs,
+            )
         )
         new.target = _IN_ANY_STRIDES.get(new.target, new.target)
         return new
@@ -233,7 +248,9 @@ class _Writer:
             self.constants[key] = new
         return self.constants[key]
 
-    def _converted(self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node) -> fx.Node:
+    def _converted(
+        self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node
+    ) -> fx.Node:
         """`value` in the placement `wanted`, by way of its delivered set."""
         if wanted not in self.placed[value]:
             source = self.made[value]
@@ -343,7 +360,9 @@ class _Writer:
         traced = TracedValue(value[0].name, value[1], placement, split)
         self.result.values[new.name] = traced
 
-    def _local(self, meta: torch.Tensor, placement: Placement, dims: tuple[Dim, ...]) -> torch.Tensor:
+    def _local(
+        self, meta: torch.Tensor, placement: Placement, dims: tuple[Dim, ...]
+    ) -> torch.Tensor:
         """The meta tensor of one rank's part."""
         if placement.kind != "S":
             return meta
