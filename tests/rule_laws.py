@@ -54,6 +54,8 @@ class Drawn:
 
     def make(self, generator: torch.Generator) -> Tensor:
         """The tensor."""
+        if self.dtype.is_complex:
+            return torch.randn(self.shape, generator=generator, dtype=self.dtype)
         if self.dtype == torch.float64:
             unit = torch.rand(self.shape, generator=generator, dtype=self.dtype)
             return self.low + unit * (self.high - self.low)
@@ -74,6 +76,11 @@ def short(*shape: int) -> Drawn:
 def positive(*shape: int) -> Drawn:
     """Floats from 0.5 to 2."""
     return real(*shape, low=0.5)
+
+
+def complexes(*shape: int) -> Drawn:
+    """Complex numbers of double precision."""
+    return Drawn(shape, torch.complex128, 0, 0)
 
 
 def fixed(*shape: int) -> Drawn:
@@ -119,7 +126,10 @@ class Case:
 
 
 def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
-    """The case with every tensor a parameter, then with each smaller set; never none."""
+    """The case with every tensor a parameter, then with each smaller set; never none.
+
+    A row that calls its op a constant has no case.
+    """
     generator = torch.Generator().manual_seed(0)
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     drawn = [x.make(generator) if isinstance(x, Drawn) else x for x in flat]
@@ -127,7 +137,9 @@ def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
     places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
     for count in range(len(places)):
         for constant in combinations(places, count):
-            yield _case(op, drawn, spec, frozenset(constant) | never, rules)
+            case = _case(op, drawn, spec, frozenset(constant) | never, rules)
+            if case.analysis.uses:
+                yield case
 
 
 def _case(
@@ -324,7 +336,7 @@ class _Law:
         return [take(x, placement.dim, split, rank, self.tp) for rank in range(self.tp)]
 
     def _leaf(self, x: Tensor) -> Tensor:
-        return x.clone().requires_grad_(self.training and x.is_floating_point())
+        return x.clone().requires_grad_(self.training and (x.is_floating_point() or x.is_complex()))
 
     def _leaves(self, xs: list[Tensor]) -> list[Tensor]:
         return [self._leaf(x) for x in xs]
@@ -404,6 +416,8 @@ class _Law:
     def _random(self, x: Tensor) -> Tensor:
         """Values from -1 to 1, whole numbers where the dtype is not of double precision."""
         noise = torch.rand(x.shape, generator=self.generator, dtype=torch.float64) * 2 - 1
+        if x.is_complex():
+            return noise.to(x.dtype)
         return noise if x.dtype == torch.float64 else noise.round().to(x.dtype)
 
 
@@ -435,6 +449,8 @@ def _difference(expected: Tensor, found: Tensor) -> str:
         return f"shape {tuple(found.shape)}, whole {tuple(expected.shape)}"
     if not expected.numel():
         return ""
+    if expected.is_complex():
+        expected, found = torch.view_as_real(expected), torch.view_as_real(found)
     scale = max(1.0, float(expected.abs().max())) if expected.dtype != torch.bool else 1.0
     gap = float((expected.double() - found.double()).abs().max())
     return "" if gap <= TOLERANCE * scale else f"differs by {gap:.3g}"

@@ -8,7 +8,18 @@ from collections.abc import Mapping
 
 import torch
 
-from tests.rule_laws import Drawn, Sample, call, fixed, flags, positive, real, short, words
+from tests.rule_laws import (
+    Drawn,
+    Sample,
+    call,
+    complexes,
+    fixed,
+    flags,
+    positive,
+    real,
+    short,
+    words,
+)
 
 X, Y, POSITIVE, FLAGS = real(6, 2, 12), real(12), positive(6, 2, 12), flags(6, 2, 12)
 FEW, MANY = words(6, 2, 12, below=3), words(6, 2, 12, below=9)
@@ -26,16 +37,31 @@ POINTWISE = {
         "log_sigmoid.default sign.default silu.default sin.default softplus.default square.default "
         "tanh.default isnan.default isinf.default floor.default ceil.default round.default "
         "nan_to_num.default hardsigmoid.default hardswish.default celu.default selu.default "
-        "expm1.default empty_like.default zeros_like.default ones_like.default logical_not.default "
+        "expm1.default atan.default tan.default trunc.default isfinite.default exp2.default "
+        "empty_like.default zeros_like.default ones_like.default logical_not.default "
         "neg.default contiguous.default clone.default alias.default detach.default",
         call(X),
     ),
     **_each(
-        "log.default log1p.default rsqrt.default sqrt.default reciprocal.default",
+        "log.default log2.default log1p.default rsqrt.default sqrt.default reciprocal.default",
         call(POSITIVE),
     ),
     **_each("clamp.default", call(X, -1, 1), call(X, min=0)),
     **_each("clamp_min.default clamp_max.default", call(X, 0.5)),
+    **_each("full_like.default add.Scalar sub.Scalar rsub.Scalar", call(X, 2.5)),
+    **_each("remainder.Scalar fmod.Scalar floor_divide.Scalar", call(MANY, 2)),
+    **_each("div.Scalar_mode", call(X, 2, rounding_mode="floor")),
+    **_each("div.Tensor_mode", call(X, POSITIVE, rounding_mode="floor")),
+    **_each("bitwise_and.Scalar", call(MANY, 3)),
+    **_each("threshold.default", call(X, 0.1, 7.0)),
+    **_each("pow.Scalar", call(2.0, X)),
+    **_each("xlogy.Tensor", call(X, POSITIVE), call(X, positive(12))),
+    **_each("polar.default", call(POSITIVE, X)),
+    **_each("fmod.Tensor", call(X, POSITIVE)),
+    **_each("bitwise_xor.Tensor logical_xor.default", call(FLAGS, flags(12))),
+    **_each("expand_as.default", call(real(6, 1, 12), X), call(Y, X)),
+    **_each("new_empty.default new_zeros.default new_ones.default", call(X, [6, 12])),
+    **_each("new_full.default", call(X, [6, 12], 3.0)),
     **_each("pow.Tensor_Scalar", call(X, 2)),
     **_each("bitwise_not.default", call(FLAGS)),
     **_each(
@@ -97,6 +123,30 @@ CONTRACTION = {
         call(real(18), real(6, 12), real(12, 18), beta=2, alpha=3),
     ),
     **_each("mm.default", call(real(6, 12), real(12, 18))),
+    **_each("mv.default", call(real(6, 12), real(12))),
+    **_each("dot.default", call(real(12), real(12))),
+    **_each(
+        "einsum.default",
+        call("bthd,hdm->btm", [real(2, 4, 6, 12), real(6, 12, 18)]),
+        call("bqhd,bkhd->bhqk", [real(2, 4, 6, 12), real(2, 3, 6, 12)]),
+        call("i,j->ij", [real(6), real(12)]),
+        call("ij->ji", [real(6, 12)]),
+        call("ab,bc,cd->ad", [real(6, 12), real(12, 6), real(6, 12)]),
+        call("ii->i", [real(6, 6)]),
+        call("...i,i->...", [real(6, 12), real(12)]),
+        call("ij,jk", [real(6, 12), real(12, 6)]),
+    ),
+    **_each(
+        "conv1d.default",
+        call(real(6, 12, 5), real(18, 12, 3), real(18), [1], [1]),
+        call(real(6, 12, 5), real(18, 12, 3)),
+        call(real(6, 12, 5), real(12, 1, 3), real(12), [1], [2], [1], 12),
+        call(real(6, 12, 5), real(18, 6, 3), real(18), [1], [1], [1], 2),
+        call(real(6, 12, 5), real(24, 1, 3), real(24), [1], [1], [1], 12),
+        call(real(12, 5), real(18, 12, 3)),
+    ),
+    **_each("conv2d.default", call(real(2, 6, 4, 4), real(12, 6, 2, 2), real(12), [2, 2])),
+    **_each("conv3d.default", call(real(2, 6, 2, 2, 2), real(12, 6, 1, 2, 2))),
     **_each("bmm.default", call(real(6, 4, 12), real(6, 12, 18))),
     **_each(
         "baddbmm.default",
@@ -148,6 +198,7 @@ ATTENTION = {
             enable_gqa=True,
         ),
         call(real(2, 6, 4, 6), real(2, 1, 12, 6), real(2, 1, 12, 6), enable_gqa=True),
+        call(real(2, 6, 4, 6), real(2, 1, 12, 6), real(2, 1, 12, 6)),
         call(real(2, 6, 4, 6), real(2, 6, 12, 6), real(2, 6, 12, 6), enable_gqa=True, scale=0.5),
     ),
 }
@@ -165,6 +216,19 @@ REDUCTION = {
         call(X, [1], dtype=torch.float64),
     ),
     **_each("sum.default mean.default", call(X), call(X, dtype=torch.float64)),
+    **_each("flip.default", call(X, [0]), call(X, [-1, 1])),
+    **_each("roll.default", call(X, [1], [0]), call(X, [2, 3], [0, 2]), call(real(6, 12), [1])),
+    **_each("tril.default triu.default", call(real(6, 12, 12)), call(real(6, 6, 12), 1)),
+    **_each("glu.default", call(X), call(X, 0)),
+    **_each("cumprod.default logcumsumexp.default", call(POSITIVE, -1)),
+    **_each("cummax.default cummin.default", call(X, 0)),
+    **_each("argsort.default", call(X), call(X, 0)),
+    **_each("argsort.stable sort.stable", call(X, stable=True, dim=0)),
+    **_each("linalg_vector_norm.default", call(X, 2, [-1]), call(X, 2, [0], True), call(X)),
+    **_each("norm.ScalarOpt_dim", call(X, 2, [-1]), call(X, 2, [0], True)),
+    **_each("var_mean.correction", call(X, [-1]), call(X, [0], keepdim=True)),
+    **_each("max.default min.default prod.default", call(X)),
+    **_each("any.default all.default", call(FLAGS)),
     **_each("amax.default amin.default", call(X, [-1]), call(X, [0], True)),
     **_each("max.dim min.dim", call(X, -1), call(X, 0, True)),
     **_each("argmax.default argmin.default", call(X, -1), call(X)),
@@ -222,10 +286,10 @@ SHAPE = {
     **_each("squeeze.dims", call(real(6, 1, 12, 1), [1, 3])),
     **_each("squeeze.default", call(real(6, 1, 12, 1))),
     **_each("permute.default", call(X, [2, 0, 1]), call(X, [-1, 0, 1])),
-    **_each("transpose.int swapaxes.default", call(X, 0, 2), call(X, -1, -2)),
+    **_each("transpose.int swapaxes.default swapdims.default", call(X, 0, 2), call(X, -1, -2)),
     **_each("t.default numpy_T.default mT.default", call(real(6, 12)), call(real(6, 6))),
     **_each(
-        "expand.default",
+        "expand.default broadcast_to.default",
         call(real(6, 1, 12), [6, 4, 12]),
         call(real(6, 1, 12), [-1, 6, -1]),
         call(real(12), [6, 12]),
@@ -259,6 +323,58 @@ SHAPE = {
         call(real(24, 6)),
         call(real(6, 24), 1, 6, 6),
         call(real(6, 24), 1, 0, 24, 5),
+    ),
+    **_each("narrow.default", call(real(6, 24), 1, 12, 12), call(real(6, 24), -1, 0, 6)),
+    **_each(
+        "slice_scatter.default",
+        call(real(6, 24), real(6, 12), 1, 0, 12),
+        call(real(6, 24), real(6, 12), 1, 12),
+        call(real(6, 24), real(6, 6), -1, 6, 12),
+        call(real(12, 6), real(6, 6), 0, 6, 9223372036854775807),
+        call(real(6, 24), real(6, 12), 1, 0, 24, 2),
+    ),
+    **_each("view_as_complex.default", call(real(6, 3, 12, 2))),
+    **_each(
+        "view_as_real.default",
+        call(complexes(6, 12)),
+    ),
+    **_each(
+        "gather.default",
+        call(real(6, 12), 1, words(6, 3, below=12)),
+        call(real(6, 12), 0, words(6, 12, below=6)),
+        call(real(6, 12), -1, words(6, 12, below=12)),
+        call(real(6, 12), 1, words(4, 6, below=12)),
+        call(real(12), 0, words(6, below=12)),
+    ),
+    **_each(
+        "index_select.default",
+        call(real(6, 12), 1, words(6, below=12)),
+        call(real(6, 12), 0, words(12, below=6)),
+        call(real(12), 0, words(6, below=12)),
+    ),
+    **_each(
+        "scatter.value",
+        call(real(6, 12), 1, words(6, 6, below=12), 3.0),
+        call(real(6, 12), 0, words(6, 12, below=6), 0.0),
+        call(real(6, 12), 0, words(2, 6, below=6), 0.0),
+    ),
+    **_each(
+        "scatter.src",
+        call(real(6, 12), 1, torch.arange(6).expand(6, 6), real(6, 6)),
+    ),
+    **_each(
+        "scatter_add.default",
+        call(real(6, 12), 1, words(6, 6, below=12), real(6, 6)),
+    ),
+    **_each(
+        "index_add.default",
+        call(real(6, 12), 0, words(4, below=6), real(4, 12)),
+        call(real(6, 12), 1, words(6, below=12), real(6, 6), alpha=2),
+        call(real(12), 0, words(6, below=12), real(6)),
+    ),
+    **_each(
+        "index_copy.default",
+        call(real(6, 12), 0, torch.tensor([1, 3]), real(2, 12)),
     ),
     **_each("select.int", call(X, 1, 0), call(X, 0, -1), call(X, -1, 3)),
     **_each("split.Tensor", call(real(6, 24), 12, 1), call(real(24, 6), 6), call(real(24, 6), 18)),

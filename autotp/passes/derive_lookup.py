@@ -1,0 +1,91 @@
+"""Rules of ops that read or write where integers say: indexing, gather, scatter."""
+
+from typing import Any, cast
+
+from autotp.core.axis import Dim
+from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
+from autotp.passes.derive_call import Call, position, renumbered
+
+__all__ = ["index", "lookup"]
+
+
+def index(call: Call) -> NodeRule | None:
+    """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes."""
+    listed = cast("list[Any]", call.arguments["indices"])
+    used = [k for k, item in enumerate(listed) if item is not None]
+    if not used or used != list(range(used[0], used[-1] + 1)):
+        return None
+    source = call.operands[0]
+    rank = len(call.sizes[0]) - (len(source) - len(used))
+    factors = [Factor("whole", source[k], ((0, k),)) for k in used if source[k]]
+    middle: list[Dim] = []
+    for j in range(rank):
+        middle.append(call.fresh(0, used[0] + j, data=True))
+    results: list[Dim] = [*source[: used[0]], *middle, *source[used[-1] + 1 :]]
+    for i, dim in enumerate(source):
+        if i not in used and dim:
+            j = i if i < used[0] else i - len(used) + rank
+            factors.append(Factor("pass", dim, ((0, i), (~0, j))))
+    factors += [Factor("whole", d, ((~0, used[0] + j),)) for j, d in enumerate(middle) if d]
+    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),))
+
+
+def lookup(call: Call) -> NodeRule | None:
+    """Elements of one dim are read or written where an index says: whole there, others pass.
+
+    Options: `like` = number of the tensor argument whose sizes the result has; `passes` = True if
+    that one's looked-up dim passes (gather along its index). An index of one dim stands for the
+    looked-up dim alone.
+    """
+    like = position(call, cast(int, call.row.options["like"]))
+    if like is None or like < 0:
+        return None
+    at = call.axis(call.arguments["dim"], len(call.operands[0]))
+    slots = [_slots(call, i, at) for i in range(len(call.operands[0]))]
+    factors: list[Factor] = []
+    results: list[Dim] = []
+    for i, found in enumerate(slots):
+        dim, made = _passing(call, i, found) if i != at else _looked_up(call, i, found, like)
+        results.append(dim)
+        factors += made
+    linear = renumbered(call, call.row.linear)
+    return NodeRule(tuple(factors), (tuple(results),), linear=linear)
+
+
+def _slots(call: Call, i: int, at: int) -> list[Slot]:
+    """Where dim `i` of the looked-up tensor stands in each operand."""
+    rank = len(call.operands[0])
+    slots: list[Slot] = []
+    for k, dims in enumerate(call.operands):
+        if len(dims) == rank:
+            slots.append((k, i))
+        elif len(dims) == 1 and i == at:
+            slots.append((k, 0))
+    return slots
+
+
+def _passing(call: Call, i: int, slots: list[Slot]) -> tuple[Dim, list[Factor]]:
+    """A dim beside the looked-up one: it passes if every operand has the same size there."""
+    dims = [call.operands[k][d] for k, d in slots]
+    size = call.sizes[0][i]
+    same = all(call.forest.size(d) == size and call.forest.unify(dims[0], d) for d in dims)
+    if same:
+        return dims[0], [Factor("pass", dims[0], (*slots, (~0, i)))] if dims[0] else []
+    out = call.fresh(0, i)
+    whole = [*zip(dims, slots, strict=True), (out, (~0, i))]
+    return out, [Factor("whole", d, (slot,)) for d, slot in whole if d]
+
+
+def _looked_up(call: Call, i: int, slots: list[Slot], like: int) -> tuple[Dim, list[Factor]]:
+    factors: list[Factor] = []
+    own: Dim = ()
+    for k, d in slots:
+        dim = call.operands[k][d]
+        places: tuple[Slot, ...] = ((k, d),)
+        kind: FactorKind = "whole"
+        if k == like:
+            own, places = dim, ((k, d), (~0, i))
+            kind = "pass" if call.row.options.get("passes") else "whole"
+        if dim:
+            factors.append(Factor(kind, dim, places))
+    return own, factors
