@@ -43,7 +43,7 @@ def followed(given: Plan | str | Path, whole: Whole, tp: int, *, training: bool)
 
 
 def as_planned(plan: Plan, analysis: Analysis) -> dict[str, "AsPlanned"]:
-    """Every parameter split as `plan` says; a whole one stays whole, however its gradient is summed."""
+    """Every parameter split as `plan` says; whole ones stay whole, however gradients are summed."""
     return {name: AsPlanned(plan, analysis, name) for name in analysis.parameters}
 
 
