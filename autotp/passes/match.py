@@ -1,22 +1,25 @@
 """Match: axes become pairs of openers and closers, found by dataflow alone.
 
 For an axis that some weight produces (opener, column-parallel), walk its value forward by passing
-factors: where another weight contracts it stands a closer (row-parallel). If every op met on the way
-lets the axis pass, the reach is *clean* and the axis *pairable*: query, key, value → output; gate,
-up → down. The residual's hidden axis meets norms, so it is no pair. An axis that cleanly reaches an
-output, or a loss over classes, and a table looked up by an integer input, is a vocabulary.
+factors: where another weight contracts it stands a closer (row-parallel). If every op met on the
+way lets the axis pass, the reach is *clean* and the axis *pairable*: query, key, value → output;
+gate, up → down. The residual's hidden axis meets norms, so it is no pair. A weight that makes a
+pairable axis opens its pair even if a norm stands in its own way (queries normed over all heads).
+An axis that cleanly reaches an output, or a loss over classes, and a table looked up by an integer
+input, is a vocabulary.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import networkx as nx
 import torch
 from torch import fx
 
 from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
-from autotp.core.axis import Atom
+from autotp.core.axis import Atom, Dim
 from autotp.core.rule import Factor
 from autotp.rulebook import Role, Rulebook
 
@@ -56,6 +59,7 @@ class _Finder:
         self.outputs = {source_of(n) for n in _output(analysis.program.graph).all_input_nodes}
         self.openers: dict[Atom, list[str]] = defaultdict(list)
         self.closers: dict[Atom, list[str]] = defaultdict(list)
+        self.followers: dict[Atom, list[str]] = defaultdict(list)
         self.interior: dict[Atom, set[str]] = defaultdict(set)
         self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
         self.tables: set[str] = set()
@@ -85,6 +89,7 @@ class _Finder:
     def _open(self, use: Use, atom: Atom, names: tuple[str, ...]) -> None:
         reach = self.reach((use.node, 0), atom)
         if not reach.clean:
+            _extend(self.followers[atom], names)
             return
         if reach.output:
             _extend(self.vocabulary[atom], names)
@@ -257,7 +262,7 @@ class _Finder:
         return axes
 
     def _pair(self, axes: tuple[Atom, ...]) -> AxisPair:
-        openers = tuple(dict.fromkeys(n for a in axes for n in self.openers[a]))
+        openers = [n for a in axes for n in (*self.openers[a], *self.followers[a])]
         closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
         inside = frozenset(op for a in axes for op in self.interior[a])
         role = next(r for r in self.rulebook.roles if not r.inside or r.inside & inside)
@@ -269,7 +274,7 @@ class _Finder:
 
     def _settle(self, out: Matching) -> None:
         """Give each parameter the pair that most parameter bytes share; drop pairs without any."""
-        weight = {p: sum(self._bytes(n) for n in {*p.openers, *p.closers}) for p in out.pairs}
+        weight = {p: sum(self._carried(n, p) for n in {*p.openers, *p.closers}) for p in out.pairs}
         for name in self.analysis.parameters:
             mine = [p for p in out.pairs if name in p.openers or name in p.closers]
             closed = [p for p in mine if name in p.closers and not p.vocabulary]
@@ -288,9 +293,24 @@ class _Finder:
             return tuple(dict.fromkeys(a for a in leaves if _splits(a)))
         return tuple(a for a in pair.axes if a in leaves)
 
-    def _bytes(self, name: str) -> int:
-        meta = self.analysis.metas[(self.analysis.parameters[name], 0)]
-        return meta.numel() * meta.element_size()
+    def _carried(self, name: str, pair: AxisPair) -> Fraction:
+        """The bytes of a parameter that carry the pair's axes: those of its segments with them."""
+        value = (self.analysis.parameters[name], 0)
+        meta = self.analysis.metas[value]
+        share = max((self._share(d, pair.axes) for d in self.analysis.dims[value]), default=0)
+        return Fraction(meta.numel() * meta.element_size()) * share
+
+    def _share(self, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:
+        flat = self.forest.flat(dim)
+        if any(atom in axes for atom in flat):
+            return Fraction(1)
+        sums = [self.forest.sections(a) for a in flat if a.segments is not None]
+        return max((self._mixed(sections, axes) for sections in sums), default=Fraction(0))
+
+    def _mixed(self, sections: tuple[Dim, ...], axes: tuple[Atom, ...]) -> Fraction:
+        sizes = [self.forest.size(s).coefficient for s in sections]
+        shares = [self._share(s, axes) for s in sections]
+        return Fraction(sum(n * s for n, s in zip(sizes, shares, strict=True))) / max(sum(sizes), 1)
 
 
 def _is_lookup(use: Use, k: int) -> bool:
