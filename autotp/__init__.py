@@ -14,7 +14,9 @@ from autotp.errors import (
 )
 from autotp.pipeline import parallelize, plan, verify
 from autotp.run.model import ShardedModel
-from autotp.show import report as _report  # noqa: F401  print(plan) shows it
+from autotp.show import report as _report
+
+_ = _report  # imported for what it registers: print(plan) shows the report
 
 __all__ = [
     "AutotpError",

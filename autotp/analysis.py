@@ -118,7 +118,9 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """One collective as written: primitive, phase, where, and the whole (unsplit) value it moves."""
+    """One collective as written: primitive, phase, where, and the whole (unsplit) value it
+    moves.
+    """
 
     kind: str
     phase: str

@@ -4,12 +4,12 @@
     ├── CaptureError      the model cannot be turned into one graph
     ├── RuleError         a row of rules/ is malformed or contradicts the op it names
     ├── UnknownOpError    an op has no rule, in strict mode
-    ├── PlanError         the plan asked for is impossible, or does not fit the model, group or machine
-    ├── WeightsError      a parameter's values are missing or do not fit
+    ├── PlanError         the plan asked for is impossible, or does not fit the model, group or
+    machine ├── WeightsError      a parameter's values are missing or do not fit
     └── VerifyError       the sharded model differs from the whole one, or a graph is ill-typed
 
-A message has three parts: where (node, module path, the model's source line), what (both sides, with
-numbers), and what to do.
+A message has three parts: where (node, module path, the model's source line), what (both sides,
+with numbers), and what to do.
 """
 
 __all__ = [
@@ -28,7 +28,9 @@ class AutotpError(Exception):
 
 
 class CaptureError(AutotpError):
-    """The model cannot be captured as one graph, or is called in a way that its graphs do not cover."""
+    """The model cannot be captured as one graph, or is called in a way that its graphs do not
+    cover.
+    """
 
 
 class RuleError(AutotpError):
@@ -40,7 +42,9 @@ class UnknownOpError(AutotpError):
 
 
 class PlanError(AutotpError):
-    """What was asked of the plan is impossible, or the plan does not fit model, group or machine."""
+    """What was asked of the plan is impossible, or the plan does not fit model, group or
+    machine.
+    """
 
 
 class WeightsError(AutotpError):

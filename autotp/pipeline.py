@@ -1,7 +1,8 @@
-"""The one place where the stages meet: capture → analyse → match → pose → solve → rewrite → account.
+"""The one place where the stages meet: capture → analyse → match → pose → solve → rewrite →
+account.
 
-`plan` stops at the plan; `parallelize` builds one rank's model; `verify` builds every rank's and runs
-them in lockstep beside the whole model.
+`plan` stops at the plan; `parallelize` builds one rank's model; `verify` builds every rank's and
+runs them in lockstep beside the whole model.
 """
 
 import gzip
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import autotp.run.conjugates  # noqa: F401  registers the ops that rewritten graphs hold
+import autotp.run.conjugates as _ops
 from autotp import rulebook
 from autotp.analysis import Decision
 from autotp.constraints import as_overridden, as_planned, followed
@@ -50,6 +51,8 @@ from autotp.run.tree import build_tree
 from autotp.run.variant import Signature, key_of
 from autotp.sizes import Pricing
 from autotp.whole import on_meta, skeleton, whole_of
+
+_ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
 __all__ = ["dry_run", "parallelize", "plan", "verify"]
 
@@ -87,7 +90,7 @@ def parallelize(
     rank: int | None = None,
     **options: Unpack[Keywords],
 ) -> ShardedModel:
-    """This rank's part of `model`, ready to call; the model given is left as it was.
+    """One rank's part of `model`, ready to call; the model given is left as it was.
 
     - `tp`: the number of ranks; None takes the group's size.
     - `mesh`: a DeviceMesh (its "tp" dim); `group`: a process group; `rank`: build that rank's model
@@ -114,7 +117,8 @@ def verify(
 ) -> Evidence:
     """The evidence that the sharded model equals the whole one: all ranks run in this process.
 
-    - `gradients`: compare every parameter's gradient; None: as `training`; True plans with training.
+    - `gradients`: compare every parameter's gradient; None: as `training`; True plans with
+      training.
     - `seed`: of the inputs drawn and of the projection that serves as a loss where there is none.
     - Further keywords: as for `plan`.
     """
@@ -324,8 +328,8 @@ class _Work:
 def _check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
     if whole.is_meta and device.type != "meta":
         raise WeightsError(
-            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on {device}. "
-            "Load the weights before parallelizing; planning and rank= work without them."
+            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
+            f"{device}. Load the weights before parallelizing; planning and rank= work without them."
         )
 
 

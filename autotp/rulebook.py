@@ -58,7 +58,9 @@ class Rulebook:
 
 
 def root() -> Path:
-    """The directory of the rules: inside the package when installed, else the checkout's `rules/`."""
+    """The directory of the rules: inside the package when installed, else the checkout's
+    `rules/`.
+    """
     here = Path(__file__).resolve().parent
     for candidate in (here / "rules", here.parent / "rules"):
         if (candidate / "roles.toml").is_file():
@@ -71,7 +73,9 @@ def root() -> Path:
 
 @cache
 def load(directory: Path | None = None) -> Rulebook:
-    """The rulebook of `directory` (default: the package's own); RuleError names file, row and key."""
+    """The rulebook of `directory` (default: the package's own); RuleError names file, row and
+    key.
+    """
     base = directory or root()
     rows: dict[str, Row] = {}
     for path in sorted((base / "aten").glob("*.toml")):

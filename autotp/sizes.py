@@ -1,7 +1,7 @@
 """Symbolic sizes: read off FakeTensors into monomials, and priced at the sizes of real inputs."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -22,8 +22,8 @@ class Sizes:
         """The sizes of a (fake or meta) tensor's dims."""
         return tuple(Size(s) if type(s) is int else self._symbolic(s) for s in meta.shape)
 
-    def _symbolic(self, size: Any) -> Size:
-        expression = size.node.expr
+    def _symbolic(self, size: int | torch.SymInt) -> Size:
+        expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
             found = self.known[expression] = _monomial(expression)
@@ -50,17 +50,17 @@ class Pricing:
             count *= size if type(size) is int else self._value(size)
         return count
 
-    def _value(self, size: Any) -> int:
-        expression = size.node.expr
+    def _value(self, size: int | torch.SymInt) -> int:
+        expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
             priced = expression.xreplace(self.symbols)
-            found = int(priced) if priced.is_Integer else size.node.hint or 1
+            found = int(priced) if priced.is_Integer else cast(torch.SymInt, size).node.hint or 1
             self.known[expression] = found
         return found
 
 
-def _monomial(expression: Any) -> Size:
+def _monomial(expression: Any) -> Size:  # noqa: ANN401  sympy has no types
     if expression.is_Integer:
         return Size(int(expression))
     coefficient, symbols = 1, list[str]()

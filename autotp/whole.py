@@ -1,4 +1,6 @@
-"""The model as it is given: its tensors once each, a mark to know it by, and a copy without values."""
+"""The model as it is given: its tensors once each, a mark to know it by, and a copy without
+values.
+"""
 
 import copy
 import hashlib
@@ -30,6 +32,7 @@ def fingerprint(whole: Whole) -> str:
 
 
 def whole_of(model: nn.Module) -> Whole:
+    """The tensors of a model, once each, by their first names."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters: dict[str, torch.Tensor] = {}
@@ -55,7 +58,9 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    def moved(x: Any) -> Any:
+    """The inputs without their values."""
+
+    def moved(x: object) -> object:
         return x.to("meta") if isinstance(x, torch.Tensor) else x
 
     return {k: pytree.tree_map(moved, v) for k, v in inputs.items()}

@@ -7,7 +7,8 @@ for a sum (concatenated segments, each a dim of its own):
     GPT-2's fused qkv      (H*d + H*d + H*d)
     Falcon's fused qkv     (H + 1 + 1)*d
 
-A `Forest` holds the atoms in union-find trees, so a refinement found late (a view of o_proj's input)
+A `Forest` holds the atoms in union-find trees, so a refinement found late (a view of o_proj's
+input)
 reaches every dim that uses the atom (q_proj's output). Leaves that end up united are one *axis*.
 
 Constraints:
@@ -109,7 +110,9 @@ class Forest:
     # ── uniting ──────────────────────────────────────────────────────────────────────────────
 
     def unify(self, one: Dim, other: Dim) -> bool:
-        """Whether two dims of one size could be made one; refinements made on the way stay valid."""
+        """Whether two dims of one size could be made one; refinements made on the way stay
+        valid.
+        """
         left, right = list(self.flat(one)), list(self.flat(other))
         while left and right:
             a, b = self.find(left[0]), self.find(right[0])
@@ -223,15 +226,14 @@ class Forest:
         """
         flat = self.flat(dim)
         total = self.size(flat).static
-        if total is None:
+        if not flat or total is None:
             return None
         if offset in (0, total):
             return (self.dim(Size(0)), flat) if offset == 0 else (flat, self.dim(Size(0)))
-        if len(flat) > 1:
+        first, *rest = flat
+        if rest:
             return self._cut_product(flat, offset)
-        if not self.cut_atom(flat[0], offset):
-            return None
-        return self._halves(flat[0], offset)
+        return self._halves(first, offset) if self.cut_atom(first, offset) else None
 
     def _cut_product(self, flat: Dim, offset: int) -> tuple[Dim, Dim] | None:
         rest = self.size(flat[1:]).static
@@ -302,7 +304,9 @@ class Forest:
         return any(leaf is axis for leaf in self.leaves(dim))
 
     def split(self, dim: Dim, axis: Atom) -> Split | None:
-        """How `dim` is cut along `axis`; None if it is absent, ambiguous or beyond a Split's form."""
+        """How `dim` is cut along `axis`; None if it is absent, ambiguous or beyond a Split's
+        form.
+        """
         flat = self.flat(dim)
         holders = [i for i, atom in enumerate(flat) if self.contains((atom,), axis)]
         if len(holders) != 1:

@@ -1,4 +1,6 @@
-"""What `verify` found: figures, the tolerance they are held to and its reason; never a bare bool."""
+"""What `verify` found: figures, the tolerance they are held to and its reason; never a bare
+bool.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +15,10 @@ class Evidence:
     - `max_abs_error`: largest absolute difference of any output or the loss.
     - `max_rel_error`: largest absolute difference over largest absolute value of the whole model's
       tensor, over outputs and loss.
-    - `gradients`: parameter name to the same relative error of its gradient; empty without training.
-    - `collectives_predicted`, `collectives_seen`: `"phase kind"` (e.g. "forward all_reduce") to count.
+    - `gradients`: parameter name to the same relative error of its gradient; empty without
+      training.
+    - `collectives_predicted`, `collectives_seen`: `"phase kind"` (e.g. "forward all_reduce") to
+      count.
     - `first_divergence`: where the first wrong node stands (node, module path, source line, both
       figures), None if none is wrong.
     """

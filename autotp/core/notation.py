@@ -1,4 +1,5 @@
-"""The rule notation: `"... i, o i, o -> ... o"`, einsum's letters with words, groups and broadcasting.
+"""The rule notation: `"... i, o i, o -> ... o"`, einsum's letters with words, groups and
+broadcasting.
 
     rule     = operands "->" results          operands = dims ("," dims)*
     dims     = (factor | "(" factor+ ")" | "..." | "1")*

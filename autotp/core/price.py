@@ -1,7 +1,9 @@
 """What it costs to change one value's placement, and which way of several is the cheapest.
 
-A cost is (forbidden, time in picoseconds, collectives, conversions), compared as a tuple. The solver
-prices edges with it and the rewriter asks it again which conversions were meant, so both must agree.
+A cost is (forbidden, time in picoseconds, collectives, conversions), compared as a tuple. The
+solver
+prices edges with it and the rewriter asks it again which conversions were meant, so both must
+agree.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +26,8 @@ _NEVER: Cost = (1, 0, 0, 0)
 
 _UNPRICED = {("R~", "R"), ("S", "R~")}
 """Right for activations, but left out of the search (docs/solver.md): they would trade half of one
-all-reduce a step for a residual stream whose gradient, and every norm's, is partial in all layers."""
+all-reduce a step for a residual stream whose gradient, and every norm's, is partial in all
+layers."""
 
 
 def primitives(
@@ -115,7 +118,9 @@ class Prices:
         return self.cheapest(source, targets)[0]
 
     def cheapest(self, source: Placement, targets: Delivered) -> tuple[Cost, tuple[int, ...]]:
-        """The cheapest tree: its cost, and for each target its parent among them (-1: the source)."""
+        """The cheapest tree: its cost, and for each target its parent among them (-1: the
+        source).
+        """
         if len(targets) == 1:
             return self.between(source, targets[0]), (-1,)
         one, two = targets

@@ -39,8 +39,8 @@ class Variable:
 class Edge:
     """A cost of two choices made together.
 
-    `costs` is int64 of shape (levels, domain of `first`, domain of `second`); several edges may join
-    the same two variables (their costs add); arrays may be shared between edges.
+    `costs` is int64 of shape (levels, domain of `first`, domain of `second`); several edges may
+    join the same two variables (their costs add); arrays may be shared between edges.
     """
 
     first: int
@@ -70,7 +70,8 @@ class Problem:
 class Solution:
     """A choice for every variable.
 
-    `cost` is its exact cost tuple; `bound` a proven lower bound of the same form (equal to `cost` when
+    `cost` is its exact cost tuple; `bound` a proven lower bound of the same form (equal to `cost`
+    when
     the solution is optimal); `method` is "elimination" or "milp"; `width` the largest number of
     variables, less one, that one elimination table joined (0 for milp).
     """

@@ -1,7 +1,7 @@
 """What an op allows: rows as they stand in rules/, and what a row says of one node.
 
-A *row* is data: a signature in the notation, kinds of its factors, sets of operands in which the op is
-linear. A *node rule* is a row applied to one node of a graph: factors with their dims and slots.
+A *row* is data: a signature in the notation, kinds of its factors, sets of operands in which the op
+is linear. A *node rule* is a row applied to one node of a graph: factors with their dims and slots.
 Every strategy of the node is derived from it; none is written by hand.
 """
 
@@ -23,7 +23,8 @@ Slot: TypeAlias = tuple[int, int]
 class Row:
     """One row of rules/: what is known of one op.
 
-    - `signature`: the rule in the notation, or None if `derive` names a rule that depends on arguments.
+    - `signature`: the rule in the notation, or None if `derive` names a rule that depends on
+      arguments.
     - `reduce`: contracted factor to how shards join: "sum" or "mean" leave a partial sum; "max" and
       "none" may not be split.
     - `whole`: factors that must not be split.
@@ -32,7 +33,8 @@ class Row:
     - `options`: what `derive` needs besides the node's arguments.
     - `emit`: the local form the rewriter gives the op; empty if the op is the same on shards.
     - `loss`: the op is a loss over its classes, so an axis that reaches it reaches an output.
-    - `moves`: the op copies elements without computing (a lookup by its result is one by its operand).
+    - `moves`: the op copies elements without computing (a lookup by its result is one by its
+      operand).
     """
 
     op: str
@@ -70,7 +72,8 @@ class NodeRule:
 
     - `results`: the dims of each result.
     - `linear`, `bias`: as in Row, renumbered; sets with an absent or literal operand are gone.
-    - `emit`, `extra`: the local form and the dims it needs (pieces of a slice, sections of a split).
+    - `emit`, `extra`: the local form and the dims it needs (pieces of a slice, sections of a
+      split).
     - `ruled`: False when no row was found, so that everything is whole.
     """
 

@@ -1,8 +1,10 @@
 """How one dim of a tensor is cut along an axis: the arithmetic of local slices.
 
 A dim is a row-major product of axes, or a concatenation (segments) of such products. Cutting axis
-`a` of a dim `outer * a * inner` takes, of every one of `outer` runs, the block of this rank. A fused
-dim is a list of segments, each cut on its own; a segment without the axis stays whole on every rank.
+`a` of a dim `outer * a * inner` takes, of every one of `outer` runs, the block of this rank. A
+fused
+dim is a list of segments, each cut on its own; a segment without the axis stays whole on every
+rank.
 
     column of Llama's gate (dim f, axis f):           Split(1, (Segment(1, f, 1),))
     GPT-2's c_attn (dim (H*d + H*d + H*d), axis H):   Split(1, (Segment(1, H, d),) * 3)
@@ -30,7 +32,9 @@ class Segment:
     inner: int
 
     def length(self, parts: int = 1) -> int:
-        """The number of elements of one part of `parts` equal ones (a whole segment counts fully)."""
+        """The number of elements of one part of `parts` equal ones (a whole segment counts
+        fully).
+        """
         return self.outer * (self.axis // parts if self.axis else 1) * self.inner
 
 

@@ -5,11 +5,11 @@ A strategy gives every operand and result a placement. There are four kinds:
 - *replicated*: everything R.
 - *split*: one axis of one factor is cut; slots that have it are S, a contracted one leaves P.
 - *partial*: where the op is linear, P passes from a set of operands to the results.
-- *shared*: where gradients flow, R~ passes from every differentiable operand to the results (the dual
-  of partial; needs no linearity, since a backward pass is linear).
+- *shared*: where gradients flow, R~ passes from every differentiable operand to the results (the
+  dual of partial; needs no linearity, since a backward pass is linear).
 
-An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient: R~
-in training, R without gradients.
+An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient:
+R~ in training, R without gradients.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,8 @@ class Facts:
 
     - `operands`: the dims of each operand; `differentiable`: the operands that carry gradients;
       `constant`: those that depend on no parameter.
-    - `floating`: whether every result is a floating-point tensor (partial sums of others are refused).
+    - `floating`: whether every result is a floating-point tensor (partial sums of others are
+      refused).
     - `flows`: whether a result carries a gradient.
     """
 
@@ -54,10 +55,11 @@ def strategies(
 ) -> tuple[Strategy, ...]:
     """Every strategy of one node at group size `tp`, in a fixed order.
 
-    Constraints: a split axis is static, no data size, divisible by `tp`. Every segment of a contracted
+    Constraints: a split axis is static, no data size, divisible by `tp`. Every segment of a
+    contracted
     dim must have it (*cover*: a segment without it is whole on every rank, and would be summed `tp`
-    times); in training every segment of every dim that has it (else the gradient of the node's input
-    is whole for one segment and partial for another).
+    times); in training every segment of every dim that has it (else the gradient of the node's
+    input is whole for one segment and partial for another).
     """
     maker = _Maker(rule, facts, forest, tp, training)
     return tuple(maker.all())

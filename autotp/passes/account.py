@@ -1,13 +1,12 @@
 """Account: a decision written down as a plan, in plain data.
 
-Names for axes, human layouts, what each rank holds, the collectives with their payloads, memory, what
-stays whole and why.
+Names for axes, human layouts, what each rank holds, the collectives with their payloads, memory,
+what stays whole and why.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 
 import torch
 
@@ -305,8 +304,8 @@ class _Accountant:
     def _warnings(self, fraction: float, unruled: Sequence[str], reason: str) -> Iterable[str]:
         if self.asked.tp > 1 and fraction > 0.1:
             yield (
-                f"every rank holds {fraction:.1%} of the parameter bytes whole (see what stays whole, "
-                "and why); more than 10 % wastes memory"
+                f"every rank holds {fraction:.1%} of the parameter bytes whole (see what stays "
+                "whole, and why); more than 10 % wastes memory"
             )
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
@@ -328,7 +327,10 @@ def _gap(solution: Solution) -> float:
 def _module(names: Sequence[str]) -> str:
     """The longest module path that all parameters share."""
     paths = [n.split(".")[:-1] for n in names]
-    return ".".join(commonprefix(paths))
+    shared = 0
+    while all(len(p) > shared and p[shared] == paths[0][shared] for p in paths):
+        shared += 1
+    return ".".join(paths[0][:shared])
 
 
 def _path(node: torch.fx.Node) -> str:

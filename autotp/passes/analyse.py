@@ -2,8 +2,8 @@
 
 One pass forward over the program: a parameter's dims are fresh, a rule unites and refines dims, and
 the forest carries refinements back. Nodes that depend on no parameter (masks, positions, rotary
-tables) need no rule: they stay whole on every rank, and each use of one gets dims of its own, so that
-a table shared by all layers does not tie their axes.
+tables) need no rule: they stay whole on every rank, and each use of one gets dims of its own, so
+that a table shared by all layers does not tie their axes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +48,8 @@ def _unknown(nodes: Sequence[fx.Node]) -> str:
     others = sorted({str(n.target) for n in nodes} - {str(first.target)})
     more = f"; without one too: {', '.join(others)}" if others else ""
     return (
-        f"node {first.name} in {path}{source}: op {first.target} has no rule, and strict=True{more}. "
-        "Add a row to rules/aten/ (rules/README.md), or leave strict off: the op then acts whole."
+        f"node {first.name} in {path}{source}: op {first.target} has no rule, and "
+        f"strict=True{more}. Add a row to rules/aten/ (rules/README.md), or leave strict off: the op then acts whole."
     )
 
 

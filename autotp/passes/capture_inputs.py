@@ -112,7 +112,8 @@ def traced_at(
 ) -> dict[str, Any]:
     """Fresh copies of the inputs, with sizes of our own along the axes whose kind is in `free`.
 
-    Values are the given ones, tiled or cropped. Axes that are equal stay equal.
+    Values are the given ones, tiled or cropped. Axes that are equal stay equal, and what requires a
+    gradient still does.
     """
     wanted = sorted({a for of in axes.values() for a in of.values() if a[0] in free}, key=_by_size)
     sizes = _chosen(wanted, limit)
@@ -147,7 +148,7 @@ def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     for dim, size in sizes.items():
         order = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
         resized = resized.index_select(dim, order)
-    return resized.clone()
+    return resized.clone().requires_grad_(tensor.requires_grad)
 
 
 def _has_batch(tensor: torch.Tensor, batch: int) -> bool:

@@ -10,11 +10,11 @@ Postcondition of rewrite, proven from the graph itself. Each value claims a plac
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use
 from autotp.core.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
@@ -54,8 +54,8 @@ def check(
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:
         raise VerifyError(
-            f"the graph runs {_counted(seen)}, the plan counts {_counted(expected)}: the rewriter and "
-            "the plan disagree; please report the model"
+            f"the graph runs {_counted(seen)}, the plan counts {_counted(expected)}: the "
+            "rewriter and the plan disagree; please report the model"
         )
 
 
@@ -93,8 +93,8 @@ class _Checker:
             claimed = self._claim(node)
             if claimed.kind != "R":
                 raise VerifyError(
-                    f"{_at(node)}: leaves the graph as {claimed}, but outputs must be R on every rank: "
-                    "a reduction or gather is missing before it"
+                    f"{_at(node)}: leaves the graph as {claimed}, but outputs must be R on every "
+                    "rank: a reduction or gather is missing before it"
                 )
 
     def flows(self, node: fx.Node) -> bool:
@@ -140,8 +140,8 @@ class _Checker:
         written = list(node.args[1:-1])
         if written and (before is not None or made is not None) and wanted and written != wanted:
             raise VerifyError(
-                f"{_at(node)}: cuts (dim, outer, segments …) {written}, but the placements it joins "
-                f"are cut {wanted}: a wrong slice"
+                f"{_at(node)}: cuts (dim, outer, segments …) {written}, but the placements it "
+                f"joins are cut {wanted}: a wrong slice"
             )
 
     def _raw(self, node: fx.Node, op: str) -> None:
@@ -195,7 +195,7 @@ def _argument(node: fx.Node, operand: Operand) -> object:
 
 
 def _collectives(
-    graph: fx.Graph, *, training: bool, differentiable: Any
+    graph: fx.Graph, *, training: bool, differentiable: Callable[[fx.Node], bool]
 ) -> Iterator[tuple[str, str]]:
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
@@ -215,9 +215,9 @@ def _collectives(
 
 
 def _name(node: fx.Node) -> tuple[str, str]:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return "", ""
-    namespace, _, name = node.target._schema.name.partition("::")
+    namespace, _, name = node.target.name().partition(".")[0].partition("::")
     return namespace, name
 
 

@@ -3,8 +3,8 @@
 Variables
     one a parameter (how it is laid out), one a parameter-dependent node (its strategy), and one
     *delivered* a value with several readers: the set of one or two placements that its conversions
-    produce, priced as the cheapest tree from the producer. Each reader may convert further. So query,
-    key and value share one gather and one gradient all-reduce.
+    produce, priced as the cheapest tree from the producer. Each reader may convert further. So
+    query, key and value share one gather and one gradient all-reduce.
 Costs (core.problem.LEVELS, integers compared lexicographically)
     `_parameter_costs`  bytes not split on their home axis; bytes a rank; the gradient bucket
     `Prices.between`   time, number of collectives and of conversions of an edge
@@ -211,7 +211,9 @@ class _Poser:
         return meta.numel() * meta.element_size()
 
     def _home(self, name: str, size: int) -> frozenset[str]:
-        """Names of the axes one of which the parameter should be split along; empty if it is free."""
+        """Names of the axes one of which the parameter should be split along; empty if it is
+        free.
+        """
         axes = self.matching.home.get(name, ())
         largest = max(self._bytes((n, 0)) for n in self.analysis.parameters.values())
         splits = [a.name for a in axes if (a.size.static or 0) % self.terms.tp == 0]
@@ -351,7 +353,7 @@ def _canonical(rows: Iterable[Any], columns: Iterable[Any]) -> object:
     """Placements with axes numbered by first appearance: equal for equal layers."""
     numbers: dict[str, int] = {}
 
-    def plain(item: Any) -> object:
+    def plain(item: Placement | Iterable[Any]) -> object:
         if isinstance(item, Placement):
             return item.kind, item.dim, numbers.setdefault(item.axis, len(numbers))
         return tuple(plain(p) for p in item)

@@ -1,6 +1,7 @@
 """Rewrite: the program on one rank's shards, with a collective wherever a placement changes.
 
-Nodes keep their order and names. Each operand is brought to the placement that its reader's strategy
+Nodes keep their order and names. Each operand is brought to the placement that its reader's
+strategy
 asks for: first to the delivered set of its value, then further if need be; a conversion is written
 once and shared. A graph without gradients holds plain functional collectives; one with gradients
 holds `torch.ops.autotp` ops, whose backward is the conjugate. Nothing in the graph depends on the
@@ -17,7 +18,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, Value, source_of
-from autotp.core.axis import Dim
+from autotp.core.axis import Atom, Dim
 from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
 from autotp.core.price import COLLECTIVES, Delivered
 from autotp.core.size import ONE
@@ -74,7 +75,7 @@ class _Writer:
         self.decision, self.target = decision, target
         self.graph = fx.Graph()
         self.result = Rewritten(self.graph)
-        self.plain: dict[fx.Node, Any] = {}
+        self.plain: dict[fx.Node, fx.Node] = {}
         self.placed: dict[Value, dict[Placement, fx.Node]] = {}
         self.made: dict[Value, Placement] = {}
         self.locals: dict[object, torch.Tensor] = {}
@@ -110,7 +111,7 @@ class _Writer:
             self._record((node, 0), REPLICATED, new)
             self.made[(node, 0)] = REPLICATED
 
-    def _any(self, node: fx.Node) -> Any:
+    def _any(self, node: fx.Node) -> fx.Node:
         """The new node of `node` in whatever placement it has: for sizes, which are never split."""
         if node in self.plain:
             return self.plain[node]
@@ -122,7 +123,9 @@ class _Writer:
         if not names:
             return
         nodes = [self._parameter(self.analysis.parameters[n]) for n in names]
-        keywords = {"dtype": self.target.reduce_dtype} if self.target.reduce_dtype else {}
+        keywords: dict[str, Any] = {}
+        if self.target.reduce_dtype is not None:
+            keywords["dtype"] = self.target.reduce_dtype
         target = torch.ops.autotp.share_gradients.default
         shared = self.graph.call_function(target, (nodes, self.target.group), keywords)
         metas = tuple(self.analysis.metas[(self.analysis.parameters[n], 0)] for n in names)
@@ -181,7 +184,7 @@ class _Writer:
         else:
             new.meta = dict(use.node.meta)
 
-    def _old(self, node: fx.Node) -> Any:
+    def _old(self, node: fx.Node) -> fx.Node:
         return node if node.graph is self.graph else self._any(node)
 
     def _form(
@@ -207,7 +210,7 @@ class _Writer:
         new.target = _IN_ANY_STRIDES.get(new.target, new.target)
         return new
 
-    def _axis(self, name: str) -> Any:
+    def _axis(self, name: str) -> Atom:
         return self.forest.find(self.forest.atoms[int(name[1:])])
 
     def _mark(self, before: fx.Node | None, origin: fx.Node) -> None:
@@ -218,7 +221,7 @@ class _Writer:
             _inherit(new, origin)
 
     def _output(self, node: fx.Node) -> None:
-        def whole(old: fx.Node) -> Any:
+        def whole(old: fx.Node) -> fx.Node:
             value = source_of(old)
             if value not in self.analysis.dims:
                 return self.plain[old]
@@ -235,7 +238,9 @@ class _Writer:
         return self._constant(operand, wanted, use.node)
 
     def _constant(self, operand: Operand, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value without parameters: whole on every rank, sliced for a reader that wants a part."""
+        """A value without parameters: whole on every rank, sliced for a reader that wants a
+        part.
+        """
         node = self.plain[operand.value[0]]
         if wanted.kind not in ("S", "P"):
             return node
@@ -406,5 +411,5 @@ def _inherit(new: fx.Node, origin: fx.Node) -> None:
 def _where(node: fx.Node) -> str:
     """The module path of a node, and its name where the module runs several ops."""
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "")
+    path = next((entry[0] for entry in reversed(list(stack.values()))), "")
     return path or node.name

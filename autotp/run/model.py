@@ -151,8 +151,10 @@ class ShardedModel(Baked):
             model._refuse_gradients("requires_grad_() was called")
         return super().requires_grad_(requires_grad)
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: the model's own method would write this rank's shards as if they were the whole."""
+    def save_pretrained(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuses: the model's own method would write this rank's shards as if they were the
+        whole.
+        """
         raise PlanError(
             f"{type(self).__name__}: rank {self.rank} of {self.plan.tp} holds shards, which "
             "save_pretrained would write as the whole model. Save the whole model before "

@@ -150,6 +150,8 @@ class Variant:
 def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
     """The key of a call: tensors by name, constants with their value, then the mode.
 
+    A tensor whose gradient is wanted says so, since ranks must then sum or gather that gradient too.
+
     Example: `"attention_mask, input_ids, logits_to_keep=1 · eval"`.
     """
     words: list[str] = []
@@ -158,7 +160,7 @@ def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
             words.append(f"{name}: {pytree.tree_structure(value)}")
     for name, leaf in named_leaves(inputs).items():
         if isinstance(leaf, torch.Tensor):
-            words.append(name)
+            words.append(f"{name} with gradient" if leaf.requires_grad else name)
         elif isinstance(leaf, CONSTANTS):
             words.append(f"{name}={leaf!r}")
         else:

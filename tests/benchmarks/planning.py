@@ -1,11 +1,14 @@
-"""What planning costs: CPU seconds and peak memory a stage, beside one torch.export of the same model.
+"""What planning costs: CPU seconds and peak memory a stage, beside one torch.export of the same
+model.
 
-    python tests/benchmarks/planning.py llama-3.1-8b            # targets: whole ≤ 2 × export, ≤ 1 GiB
-    python tests/benchmarks/planning.py llama-3.1-405b --tp 8   # targets: solve ≤ 4 s, all but export ≤ 25 s
+    python tests/benchmarks/planning.py llama-3.1-8b            # targets: whole ≤ 2 × export, ≤ 1
+    GiB python tests/benchmarks/planning.py llama-3.1-405b --tp 8   # targets: solve ≤ 4 s, all but
+    export ≤ 25 s
 
-The baseline runs first, in the same process: a plain `torch.export.export` of the model on meta with
-the same inputs and dynamic sizes. Figures are CPU seconds (the machine may be busy); peak memory is the
-process's high-water mark after each stage, so it only ever grows.
+The baseline runs first, in the same process: a plain `torch.export.export` of the model on meta
+with
+the same inputs and dynamic sizes. Figures are CPU seconds (the machine may be busy); peak memory is
+the process's high-water mark after each stage, so it only ever grows.
 """
 
 import argparse
@@ -21,8 +24,9 @@ from autotp import pipeline
 from autotp.models import load
 from autotp.passes.capture_inputs import example_inputs
 
-STAGES = (
-    "capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check", "retarget", "outline",
+STAGES = (  # as pipeline names them
+    "capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check",
+    "retarget", "outline",
     "build_tree",
 )  # fmt: skip
 
