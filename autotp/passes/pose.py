@@ -112,6 +112,7 @@ class _Poser:
         """The whole problem."""
         chosen = {node: self._strategies(use) for node, use in self.analysis.uses.items()}
         self._find_readers()
+        self._inputs(chosen)
         for name, node in self.analysis.parameters.items():
             self._parameter(name, (node, 0), chosen)
         for node, use in self.analysis.uses.items():
@@ -169,6 +170,15 @@ class _Poser:
         if found is None:
             found = self.unary[key] = make()
         return found
+
+    def _inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
+        """Inputs whose gradient is wanted: whole on every rank, and so is their gradient."""
+        for node in self.analysis.program.graph.find_nodes(op="placeholder"):
+            if (node, 0) in self.analysis.dims:
+                costs = self._shared(1, lambda: self._unary(1))
+                variable = self._add(node.name, [str(REPLICATED)], costs)
+                self.makers[(node, 0)] = (variable, (REPLICATED,))
+                self._deliver((node, 0), chosen)
 
     def _parameter(
         self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]

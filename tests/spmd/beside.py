@@ -19,8 +19,8 @@ from tests.models import build
 from tests.spmd.tally import Tally
 
 __all__ = [
-    "DIVISIBLE_BY_3", "TOLERANCE", "Call", "Ran", "Traffic", "differences", "inputs_of", "predicted",
-    "run", "sharded_runs", "wrong_gradients",
+    "DIVISIBLE_BY_3", "TOLERANCE", "Call", "Ran", "Traffic", "differences", "inputs_of", "loss_of",
+    "predicted", "run", "sharded_runs", "wrong_gradients",
 ]
 
 # float32 sums over a group are made in another order than in one matrix product: each rounds to
@@ -125,11 +125,10 @@ def run(model: nn.Module, inputs: Mapping[str, Any], *, backward: bool) -> Ran:
     model.zero_grad()
     with Traffic() as forward:
         outputs = model(**inputs)
-    tensors = [t for t in pytree.tree_leaves(_plain(outputs)) if isinstance(t, Tensor)]
-    ran = Ran([t.detach() for t in tensors], traffic={"forward": forward.ran})
+    ran = Ran([t.detach() for t in _tensors(outputs)], traffic={"forward": forward.ran})
     if backward:
         with Traffic() as behind:
-            _loss(outputs, tensors).backward()
+            loss_of(outputs).backward()
         ran.traffic["backward"] = behind.ran
         named = model.named_parameters()
         ran.gradients = {n: p.grad for n, p in named if p.grad is not None}
@@ -152,6 +151,16 @@ def sharded_runs(
 def predicted(plan: Plan) -> Counter[tuple[str, str]]:
     """How often the plan says each kind runs in each phase."""
     return Counter((c.kind, c.phase) for c in plan.collectives)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """The model's own loss, or else a fixed random projection of its first output."""
+    loss = getattr(outputs, "loss", None)
+    if loss is not None:
+        return loss
+    first = _tensors(outputs)[0]
+    generator = torch.Generator().manual_seed(1)
+    return (first * torch.randn(first.shape, generator=generator, dtype=first.dtype)).mean()
 
 
 def differences(whole: Sequence[Tensor], parts: Sequence[Tensor]) -> list[float]:
@@ -209,18 +218,9 @@ def _relative(whole: Tensor, found: Tensor, floor: float) -> float:
     return difference / scale if scale else difference
 
 
-def _plain(outputs: Any) -> Any:
-    return dict(outputs) if isinstance(outputs, Mapping) else outputs
-
-
-def _loss(outputs: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """The model's own loss, or else a fixed random projection of its first output."""
-    loss = getattr(outputs, "loss", None)
-    if loss is not None:
-        return loss
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(tensors[0].shape, generator=generator, dtype=tensors[0].dtype)
-    return (tensors[0] * weights).mean()
+def _tensors(outputs: Any) -> list[Tensor]:
+    plain = dict(outputs) if isinstance(outputs, Mapping) else outputs
+    return [leaf for leaf in pytree.tree_leaves(plain) if isinstance(leaf, Tensor)]
 
 
 def _bytes(tensor: Tensor) -> int:
