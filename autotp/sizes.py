@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-import sympy
 import torch
 
 from autotp.core.size import Size
@@ -41,7 +40,7 @@ class Pricing:
                 given = inputs[str(node.target)]
                 for size, real in zip(node.meta["val"].shape, given.shape, strict=True):
                     if type(size) is not int and size.node.expr.is_Symbol:
-                        self.symbols[size.node.expr] = sympy.Integer(real)
+                        self.symbols[size.node.expr] = real
 
     def bytes(self, meta: torch.Tensor) -> int:
         """The bytes of the whole tensor."""
@@ -54,7 +53,7 @@ class Pricing:
         expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
-            priced = expression.xreplace(self.symbols)
+            priced = expression.subs(self.symbols)
             found = int(priced) if priced.is_Integer else cast(torch.SymInt, size).node.hint or 1
             self.known[expression] = found
         return found
