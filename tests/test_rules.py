@@ -8,7 +8,8 @@ import transformers.integrations.moe  # noqa: F401  (registers its grouped produ
 from autotp.core.notation import parse
 from autotp.core.rule import Row
 from autotp.rulebook import Rulebook, load
-from tests.rule_laws import Sample, call, cases, strategies_of, violations
+from tests.rule_cases import Sample, call, cases
+from tests.rule_laws import strategies_of, violations
 from tests.rule_samples import SAMPLES, X
 
 RULES = load()
@@ -40,7 +41,12 @@ def test_shards_joined_by_placement_are_the_whole(op: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", sorted(op for op, row in RULES.rows.items() if row.derive not in ("whole", "constant") and not row.loss)
+    "op",
+    sorted(
+        op
+        for op, row in RULES.rows.items()
+        if row.derive not in ("whole", "constant") and not row.loss
+    ),
 )
 def test_some_sample_of_every_row_can_be_split(op: str) -> None:
     axes = {

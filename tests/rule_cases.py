@@ -1,0 +1,182 @@
+"""Calls of one op as programs of one node: random tensors, samples, cases."""
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from autotp.analysis import Analysis, Use
+from autotp.passes.analyse import analyse
+from autotp.program import Program
+from autotp.rulebook import Rulebook
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A random tensor: numbers in [low, high), or flags; if `fixed`, never a parameter."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    low: float
+    high: float
+    fixed: bool = False
+
+    def make(self, generator: torch.Generator) -> Tensor:
+        """The tensor."""
+        if self.dtype.is_complex:
+            return torch.randn(self.shape, generator=generator, dtype=self.dtype)
+        if self.dtype == torch.float64:
+            unit = torch.rand(self.shape, generator=generator, dtype=self.dtype)
+            return self.low + unit * (self.high - self.low)
+        low, high = int(self.low), int(self.high)
+        return torch.randint(low, high, self.shape, generator=generator).to(self.dtype)
+
+
+def real(*shape: int, low: float = -2, high: float = 2) -> Drawn:
+    """Floats of double precision."""
+    return Drawn(shape, torch.float64, low, high)
+
+
+def short(*shape: int) -> Drawn:
+    """Integers from -2 to 2 in bfloat16: their sums of products stay exact up to 256."""
+    return Drawn(shape, torch.bfloat16, -2, 3)
+
+
+def positive(*shape: int) -> Drawn:
+    """Floats from 0.5 to 2."""
+    return real(*shape, low=0.5)
+
+
+def complexes(*shape: int) -> Drawn:
+    """Complex numbers of double precision."""
+    return Drawn(shape, torch.complex128, 0, 0)
+
+
+def fixed(*shape: int) -> Drawn:
+    """Floats from 0.5 to 2 that take no gradient (the op has none for them)."""
+    return Drawn(shape, torch.float64, 0.5, 2, fixed=True)
+
+
+def words(*shape: int, below: int) -> Drawn:
+    """Integers from 0 to `below` - 1."""
+    return Drawn(shape, torch.int64, 0, below)
+
+
+def flags(*shape: int) -> Drawn:
+    """True or false."""
+    return Drawn(shape, torch.bool, 0, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Arguments of one call, with `Drawn` (or ready tensors) where tensors stand."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def call(*args: Any, **kwargs: Any) -> Sample:
+    """The sample of one call."""
+    return Sample(args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One call as a program: its tensors by name, its analysis, its node's use."""
+
+    program: Program
+    tensors: Mapping[str, Tensor]
+    analysis: Analysis
+
+    @property
+    def use(self) -> Use:
+        """The one node that depends on a parameter."""
+        return next(reversed(self.analysis.uses.values()))
+
+
+def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
+    """The case with every tensor a parameter, then with each smaller set; never none.
+
+    A row that calls its op a constant has no case.
+    """
+    generator = torch.Generator().manual_seed(0)
+    flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
+    drawn = [x.make(generator) if isinstance(x, Drawn) else x for x in flat]
+    never = frozenset(k for k, x in enumerate(flat) if isinstance(x, Drawn) and x.fixed)
+    places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
+    for count in range(len(places)):
+        for constant in combinations(places, count):
+            case = _case(op, drawn, spec, frozenset(constant) | never, rules)
+            if case.analysis.uses:
+                yield case
+
+
+def _case(
+    op: str, flat: list[Any], spec: pytree.TreeSpec, constant: frozenset[int], rules: Rulebook
+) -> Case:
+    graph, tensors, arguments = fx.Graph(), dict[str, Tensor](), list(flat)
+    for k, x in sorted(enumerate(flat), key=lambda item: item[0] not in constant):
+        if isinstance(x, Tensor):
+            make = graph.placeholder if k in constant else graph.get_attr
+            arguments[k] = _described(make(f"t{k}"), x)
+            tensors[f"t{k}"] = x
+    args, kwargs = pytree.tree_unflatten(arguments, spec)
+    node = graph.call_function(overload(op), args, kwargs)
+    results = whole_results(op, flat, spec)
+    node.meta["val"] = pytree.tree_map(_meta, results)
+    graph.output(tuple(_items(graph, node)))
+    program = Program(
+        graph=graph,
+        inputs=tuple(f"t{k}" for k in sorted(constant)),
+        constants={},
+        in_spec=pytree.tree_structure({}),
+        out_spec=pytree.tree_structure(()),
+        lifted={},
+        tied={},
+        data_dims={},
+        guards=(),
+        dynamic=False,
+        reason="",
+        training=True,
+    )
+    parameters = [name for name in tensors if name not in program.inputs]
+    return Case(program, tensors, analyse(program, parameters, rules))
+
+
+def overload(op: str) -> Any:
+    """The op of that name, `aten.linear.default`."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def whole_results(op: str, flat: list[Any], spec: pytree.TreeSpec) -> Any:
+    """What the op gives on whole tensors."""
+    args, kwargs = pytree.tree_unflatten(flat, spec)
+    return overload(op)(*args, **kwargs)
+
+
+def _meta(x: Any) -> Any:
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
+
+
+def _described(node: fx.Node, x: Tensor) -> fx.Node:
+    node.meta["val"] = _meta(x)
+    return node
+
+
+def _items(graph: fx.Graph, node: fx.Node) -> Iterator[fx.Node]:
+    val = node.meta["val"]
+    if isinstance(val, Tensor):
+        yield node
+        return
+    for k, meta in enumerate(val):
+        item = graph.call_function(operator.getitem, (node, k))
+        item.meta["val"] = meta
+        yield item
