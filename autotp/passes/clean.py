@@ -4,7 +4,7 @@ Sizes are never ordered: they are symbols, and a comparison would specialise the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -24,12 +24,14 @@ DROPOUTS = (
 
 
 def clean(graph: fx.Graph) -> None:
-    """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`.
+    """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfolds copies.
 
     Constraints:
     - No op of `graph` works in place.
     - What draws random numbers stays, used or not: the stream of random numbers is the model's.
     """
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        _unfold_copy(graph, node)
     for node in list(graph.nodes):
         if node.op == "call_function" and DOES_NOTHING.get(node.target, _never)(node):
             node.replace_all_uses_with(node.args[0])
@@ -37,6 +39,24 @@ def clean(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_idle(node):
             graph.erase_node(node)
+
+
+def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """`copy(x, y)` becomes `y` in the dtype and shape of `x`: the op itself has no derivative."""
+    target, source = cast(tuple[fx.Node, fx.Node], node.args[:2])
+    with graph.inserting_before(node):
+        typed = graph.call_function(aten.to.dtype, (source, node.meta["val"].dtype))
+        typed.meta = dict(node.meta, val=source.meta["val"].to(node.meta["val"].dtype))
+        wide = graph.call_function(aten.expand_as.default, (typed, target))
+        wide.meta = dict(node.meta)
+    same = _shape(typed) == _shape(node)
+    node.replace_all_uses_with(typed if same else wide)
+    graph.erase_node(node)
+
+
+def _shape(node: fx.Node) -> list[str]:
+    """Sizes as text, so that symbols compare by form: no guard, no order."""
+    return [str(size) for size in node.meta["val"].shape]
 
 
 def drops_nothing(node: fx.Node) -> bool:
