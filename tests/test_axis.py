@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -67,7 +67,7 @@ ORDERS = FACTORS.flatmap(lambda sizes: st.lists(st.permutations(sizes), min_size
 
 
 @given(ORDERS, STEPS)
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_refinement_changes_a_size(
     orders: list[list[int]], steps: list[tuple[str, int, int, int]]
 ) -> None:
@@ -77,7 +77,7 @@ def test_no_refinement_changes_a_size(
 
 
 @given(ORDERS, STEPS)
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_united_dims_are_one_expression(
     orders: list[list[int]], steps: list[tuple[str, int, int, int]]
 ) -> None:
@@ -89,7 +89,7 @@ def test_united_dims_are_one_expression(
 
 
 @given(ORDERS, STEPS, st.integers(0, 150))
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_cut_has_the_two_sizes_asked_for(
     orders: list[list[int]], steps: list[tuple[str, int, int, int]], number: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_cut_has_the_two_sizes_asked_for(
 
 
 @given(ORDERS, STEPS)
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_the_shares_of_all_ranks_partition_a_covered_dim(
     orders: list[list[int]], steps: list[tuple[str, int, int, int]]
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_shares_of_all_ranks_partition_a_covered_dim(
 
 
 @given(ORDERS, STEPS)
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_ranges_are_the_elements_that_a_rank_takes(
     orders: list[list[int]], steps: list[tuple[str, int, int, int]]
 ) -> None:
