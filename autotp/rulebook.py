@@ -28,6 +28,7 @@ _KEYS = {
     "rule",
     "reduce",
     "whole",
+    "block",
     "linear",
     "bias",
     "derive",
@@ -118,6 +119,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             signature=signature,
             reduce=dict(entry.get("reduce", {})),
             whole=frozenset(entry.get("whole", ())),
+            block=frozenset(entry.get("block", ())),
             linear=tuple(frozenset(s) for s in entry.get("linear", ())),
             bias=frozenset(entry.get("bias", ())),
             derive=entry.get("derive", ""),
@@ -143,7 +145,8 @@ def _check(entry: dict[str, Any], signature: Signature | None) -> None:
     outputs = {w for p in signature.results for d in p for w in d}
     contracted = inputs - outputs - {ELLIPSIS}
     named = set(joins) | set(entry.get("whole", ()))
-    for factor in sorted((contracted - named) | (named - inputs)):
+    mentioned = named | set(entry.get("block", ()))
+    for factor in sorted((contracted - named) | (mentioned - inputs)):
         known = (
             "is contracted: say how in `reduce` or `whole`"
             if factor in inputs

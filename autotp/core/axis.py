@@ -8,8 +8,8 @@ for a sum (concatenated segments, each a dim of its own):
     Falcon's fused qkv     (H + 1 + 1)*d
 
 A `Forest` holds the atoms in union-find trees, so a refinement found late (a view of o_proj's
-input)
-reaches every dim that uses the atom (q_proj's output). Leaves that end up united are one *axis*.
+input) reaches every dim that uses the atom (q_proj's output). Leaves that end up united are one
+*axis*.
 
 Constraints:
 - Atoms of size 1 are dropped: a dim of size 1 is the empty product.

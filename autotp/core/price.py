@@ -1,9 +1,8 @@
 """What it costs to change one value's placement, and which way of several is the cheapest.
 
 A cost is (forbidden, time in picoseconds, collectives, conversions), compared as a tuple. The
-solver
-prices edges with it and the rewriter asks it again which conversions were meant, so both must
-agree.
+solver prices edges with it and the rewriter asks it again which conversions were meant, so both
+must agree.
 """
 
 from dataclasses import dataclass, field

@@ -71,9 +71,8 @@ class Solution:
     """A choice for every variable.
 
     `cost` is its exact cost tuple; `bound` a proven lower bound of the same form (equal to `cost`
-    when
-    the solution is optimal); `method` is "elimination" or "milp"; `width` the largest number of
-    variables, less one, that one elimination table joined (0 for milp).
+    when the solution is optimal); `method` is "elimination" or "milp"; `width` the largest number
+    of variables, less one, that one elimination table joined (0 for milp).
     """
 
     choice: tuple[int, ...]

@@ -27,7 +27,8 @@ class Row:
       arguments.
     - `reduce`: contracted factor to how shards join: "sum" or "mean" leave a partial sum; "max" and
       "none" may not be split.
-    - `whole`: factors that must not be split.
+    - `whole`: factors that must not be split. `block`: those of which a rank must hold consecutive
+      elements.
     - `linear`: sets of operands (numbers as in the rule) that may be partial together.
     - `bias`: operands that are partial when a factor is reduced.
     - `options`: what `derive` needs besides the node's arguments.
@@ -41,6 +42,7 @@ class Row:
     signature: Signature | None
     reduce: Mapping[str, str] = field(default_factory=dict[str, str])
     whole: frozenset[str] = frozenset()
+    block: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     bias: frozenset[int] = frozenset()
     derive: str = ""
@@ -58,12 +60,14 @@ class Factor:
 
     - `kind`: pass, reduce (contracted: splitting leaves a partial sum) or whole.
     - `join`: "sum" or "mean" for a reduced factor.
+    - `block`: a rank must hold consecutive elements of it.
     """
 
     kind: FactorKind
     dim: Dim
     slots: tuple[Slot, ...]
     join: str = ""
+    block: bool = False
 
 
 @dataclass(frozen=True, slots=True)

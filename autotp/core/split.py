@@ -2,9 +2,8 @@
 
 A dim is a row-major product of axes, or a concatenation (segments) of such products. Cutting axis
 `a` of a dim `outer * a * inner` takes, of every one of `outer` runs, the block of this rank. A
-fused
-dim is a list of segments, each cut on its own; a segment without the axis stays whole on every
-rank.
+fused dim is a list of segments, each cut on its own; a segment without the axis stays whole on
+every rank.
 
     column of Llama's gate (dim f, axis f):           Split(1, (Segment(1, f, 1),))
     GPT-2's c_attn (dim (H*d + H*d + H*d), axis H):   Split(1, (Segment(1, H, d),) * 3)
@@ -44,6 +43,11 @@ class Split:
 
     outer: int
     segments: tuple[Segment, ...]
+
+    @property
+    def is_block(self) -> bool:
+        """Whether each rank holds one run of consecutive elements."""
+        return self.outer == 1 and len(self.segments) == 1 and self.segments[0].outer == 1
 
     def encode(self) -> tuple[int, ...]:
         """The flat form that the `autotp` ops take: `(outer, o1, a1, i1, o2, a2, i2, …)`."""

@@ -56,10 +56,9 @@ def strategies(
     """Every strategy of one node at group size `tp`, in a fixed order.
 
     Constraints: a split axis is static, no data size, divisible by `tp`. Every segment of a
-    contracted
-    dim must have it (*cover*: a segment without it is whole on every rank, and would be summed `tp`
-    times); in training every segment of every dim that has it (else the gradient of the node's
-    input is whole for one segment and partial for another).
+    contracted dim must have it (*cover*: a segment without it is whole on every rank, and would be
+    summed `tp` times); in training every segment of every dim that has it (else the gradient of the
+    node's input is whole for one segment and partial for another).
     """
     maker = _Maker(rule, facts, forest, tp, training)
     return tuple(maker.all())
@@ -104,7 +103,7 @@ class _Maker:
                 if covered:
                     return None
                 continue
-            if not self._cuts(dims[dim], axis, covered=covered):
+            if not self._cuts(dims[dim], axis, covered=covered, block=factor.block):
                 return None
             (operands if slot >= 0 else results)[slot if slot >= 0 else ~slot] = split(
                 dim, axis.name
@@ -117,10 +116,11 @@ class _Maker:
                 operands[k] = PARTIAL
         return Strategy(f"{number}:{axis.name}", tuple(operands), tuple(results), axis.name)
 
-    def _cuts(self, dim: Dim, axis: Atom, *, covered: bool) -> bool:
+    def _cuts(self, dim: Dim, axis: Atom, *, covered: bool, block: bool) -> bool:
         if covered and not self.forest.covers(dim, axis):
             return False
-        return self.forest.split(dim, axis) is not None
+        cut = self.forest.split(dim, axis)
+        return cut is not None and (cut.is_block or not block)
 
     def passing(self) -> Iterator[Strategy]:
         """P passed through linear sets, and R~ passed."""

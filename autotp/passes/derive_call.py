@@ -164,9 +164,9 @@ class Binding:
             kind = "whole"
         elif join:
             kind = "reduce"
-        return Factor(
-            kind, self.dims[name], tuple(self.slots[name]), join if kind == "reduce" else ""
-        )
+        join = join if kind == "reduce" else ""
+        block = name in self.call.row.block
+        return Factor(kind, self.dims[name], tuple(self.slots[name]), join, block)
 
 
 def position(call: Call, number: int) -> int | None:

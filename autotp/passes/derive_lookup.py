@@ -2,6 +2,8 @@
 
 from typing import Any, cast
 
+import torch
+
 from autotp.core.axis import Dim
 from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
 from autotp.passes.derive_call import Call, position, renumbered
@@ -10,8 +12,13 @@ __all__ = ["index", "lookup"]
 
 
 def index(call: Call) -> NodeRule | None:
-    """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes."""
+    """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes.
+
+    A mask of several dims stands for as many of them: it has no rule.
+    """
     listed = cast("list[Any]", call.arguments["indices"])
+    if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
+        return None
     used = [k for k, item in enumerate(listed) if item is not None]
     if not used or used != list(range(used[0], used[-1] + 1)):
         return None
@@ -28,6 +35,10 @@ def index(call: Call) -> NodeRule | None:
             factors.append(Factor("pass", dim, ((0, i), (~0, j))))
     factors += [Factor("whole", d, ((~0, used[0] + j),)) for j, d in enumerate(middle) if d]
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),))
+
+
+def _is_mask(index: torch.Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8) and index.dim() > 1
 
 
 def lookup(call: Call) -> NodeRule | None:

@@ -1,5 +1,8 @@
 """Rules of ops that move and regroup dims: permutations, views, expansions, repetitions."""
 
+from collections.abc import Sequence
+from typing import cast
+
 from autotp.core.axis import Atom, Dim
 from autotp.core.rule import Factor, NodeRule, Slot
 from autotp.core.size import ONE, Size
@@ -11,9 +14,13 @@ _PAIR = ("dim0", "dim1", "axis0", "axis1")
 
 
 def permute(call: Call) -> NodeRule | None:
-    """Dims change places, by `dims` or by a pair of dims (default: all reversed)."""
+    """Dims change places, by `dims` or by a pair of dims (default: all reversed).
+
+    Options: `swap` = the pair, where the op has it by definition.
+    """
     rank = len(call.operands[0])
-    pair = [call.arguments[k] for k in _PAIR if k in call.arguments]
+    pair = cast("Sequence[int]", call.row.options.get("swap", ()))
+    pair = pair or [call.arguments[k] for k in _PAIR if k in call.arguments]
     order = call.arguments.get("dims")
     if pair:
         order = list(range(rank))

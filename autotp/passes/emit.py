@@ -110,6 +110,23 @@ def sizes(site: Site) -> fx.Node:
     return site.plain()
 
 
+def squeeze(site: Site) -> fx.Node:
+    """Dims of size 1 go, by number: the split dim stays, even where a rank has one element of it."""
+    dims = site.use.operands[0].dims
+    _, named = site.argument("dim")
+    listed = range(len(dims)) if named is None else [named] if isinstance(named, int) else named
+    gone = [d % len(dims) for d in listed if not site.forest.flat(dims[d])]
+    target = aten.squeeze.dims
+    args = (site.args[0], gone)
+    return site.graph.create_node("call_function", target, args, name=site.use.node.name)
+
+
+def repeats(site: Site) -> fx.Node:
+    """Repeated elements: how many there are in all follows from this rank's share."""
+    site.give("output_size", None)
+    return site.plain()
+
+
 def cut(site: Site) -> fx.Node:
     """A piece of the split dim is read or written: where it lies in this rank's share."""
     at = cast(int, site.argument("dim")[1])
@@ -188,8 +205,10 @@ FORMS: Mapping[str, Form] = {
     "": Site.plain,
     "groups": groups,
     "lookup": lookup,
+    "repeats": repeats,
     "rescale": rescale,
     "sections": sections,
     "sizes": sizes,
     "slice": cut,
+    "squeeze": squeeze,
 }

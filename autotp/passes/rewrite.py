@@ -1,11 +1,10 @@
 """Rewrite: the program on one rank's shards, with a collective wherever a placement changes.
 
 Nodes keep their order and names. Each operand is brought to the placement that its reader's
-strategy
-asks for: first to the delivered set of its value, then further if need be; a conversion is written
-once and shared. A graph without gradients holds plain functional collectives; one with gradients
-holds `torch.ops.autotp` ops, whose backward is the conjugate. Nothing in the graph depends on the
-rank: ops ask their group for it when they run.
+strategy asks for: first to the delivered set of its value, then further if need be; a conversion is
+written once and shared. A graph without gradients holds plain functional collectives; one with
+gradients holds `torch.ops.autotp` ops, whose backward is the conjugate. Nothing in the graph
+depends on the rank: ops ask their group for it when they run.
 """
 
 import operator
@@ -26,29 +25,15 @@ from autotp.core.split import Split
 from autotp.core.strategy import Strategy
 from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site
+from autotp.passes.emit_conversion import Target, conversion
 
 __all__ = ["Rewritten", "Target", "rewrite"]
-
-_c10d = torch.ops._c10d_functional
 
 _IN_ANY_STRIDES: Mapping[object, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
 """A value that was cut or put together lies in memory otherwise, where a view may not exist."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Whom the graph is for: the group, its size, and how sums are made.
-
-    - `reduce_dtype`: sums over the group are made in it; None: in the value's own dtype.
-    """
-
-    tp: int
-    group: str
-    training: bool
-    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -282,18 +267,18 @@ class _Writer:
         known = self.placed[value]
         if target in known:
             return
-        conversion = CONVERSIONS[(source.kind, target.kind)]
+        change = CONVERSIONS[(source.kind, target.kind)]
         before = next(reversed(self.graph.nodes), None)
         new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
-        self._mark(before, value[0] if conversion.forward in COLLECTIVES else reader)
+        self._mark(before, value[0] if change.forward in COLLECTIVES else reader)
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
-        where = _where(value[0] if conversion.forward in COLLECTIVES else reader)
-        if conversion.forward in COLLECTIVES:
-            self._note(conversion.forward, "forward", where, meta)
+        where = _where(value[0] if change.forward in COLLECTIVES else reader)
+        if change.forward in COLLECTIVES:
+            self._note(change.forward, "forward", where, meta)
         flows = self.target.training and value in self.analysis.differentiable
-        if flows and conversion.backward in COLLECTIVES:
-            self._note(conversion.backward, "backward", where, meta)
+        if flows and change.backward in COLLECTIVES:
+            self._note(change.backward, "backward", where, meta)
 
     def _note(self, kind: str, phase: str, where: str, metas: tuple[torch.Tensor, ...]) -> None:
         self.result.collectives.append(Emitted(kind, phase, where, metas))
@@ -301,54 +286,7 @@ class _Writer:
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
     ) -> fx.Node:
-        op = CONVERSIONS[(source.kind, target.kind)]
-        if not self.target.training and op.forward in ("all_reduce", "all_gather"):
-            plain = self._plain_collective(node, source, dims)
-            if plain is not None:
-                return plain
-        args: list[Any] = [node]
-        for placement in (source, target):
-            if placement.kind == "S":
-                args += [placement.dim, list(self._split(dims, placement).encode())]
-        keywords: dict[str, Any] = {}
-        sums = {"all_reduce", "reduce_scatter"} & {op.forward, op.backward}
-        if sums and self.target.reduce_dtype is not None:
-            keywords["dtype"] = self.target.reduce_dtype
-        name = f"{node.name}_{op.op}"
-        function = getattr(torch.ops.autotp, op.op).default
-        return self.graph.create_node(
-            "call_function", function, (*args, self.target.group), keywords, name=name
-        )
-
-    def _plain_collective(
-        self, node: fx.Node, source: Placement, dims: tuple[Dim, ...]
-    ) -> fx.Node | None:
-        """A functional collective and its wait, for a graph without gradients."""
-        group, call = self.target.group, self.graph.call_function
-        if source.kind == "P":
-            return self._plain_sum(node)
-        cut = self._split(dims, source)
-        if cut.outer != 1 or len(cut.segments) != 1 or cut.segments[0].outer != 1:
-            return None  # not one block a rank: the autotp op puts the parts in place
-        new = call(_c10d.all_gather_into_tensor.default, (node, self.target.tp, group))
-        new = call(_c10d.wait_tensor.default, (new,))
-        if source.dim == 0:
-            return new
-        aten = torch.ops.aten
-        parts = call(aten.unflatten.int, (new, 0, [self.target.tp, -1]))
-        moved = call(aten.movedim.int, (parts, 0, source.dim))
-        return call(aten.flatten.using_ints, (moved, source.dim, source.dim + 1))
-
-    def _plain_sum(self, node: fx.Node) -> fx.Node:
-        call, wider = self.graph.call_function, self.target.reduce_dtype
-        own = node.meta["val"].dtype
-        if wider is not None and wider != own:
-            node = call(torch.ops.aten.to.dtype, (node, wider))
-        new = call(_c10d.all_reduce.default, (node, "sum", self.target.group))
-        new = call(_c10d.wait_tensor.default, (new,))
-        if wider is not None and wider != own:
-            new = call(torch.ops.aten.to.dtype, (new, own))
-        return new
+        return conversion(node, source, target, lambda p: self._split(dims, p), self.target)
 
     def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
         cut = self.forest.split(dims[placement.dim], self._axis(placement.axis))
