@@ -329,7 +329,7 @@ def _check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
     if whole.is_meta and device.type != "meta":
         raise WeightsError(
             f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
-            f"{device}. Load the weights before parallelizing; planning and rank= work without them."
+            f"{device}. Load the weights before parallelizing; planning and rank= need none."
         )
 
 

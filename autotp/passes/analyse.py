@@ -49,7 +49,8 @@ def _unknown(nodes: Sequence[fx.Node]) -> str:
     more = f"; without one too: {', '.join(others)}" if others else ""
     return (
         f"node {first.name} in {path}{source}: op {first.target} has no rule, and "
-        f"strict=True{more}. Add a row to rules/aten/ (rules/README.md), or leave strict off: the op then acts whole."
+        f"strict=True{more}. Add a row to rules/aten/ (rules/README.md), or leave strict off: "
+        "the op then acts whole."
     )
 
 

@@ -41,7 +41,7 @@ def conversion(
     cut: Callable[[Placement], Split],
     to: Target,
 ) -> fx.Node:
-    """The node, written after all others of its graph, that brings `node` from `source` to `target`.
+    """The node, written after all others, that brings `node` from `source` to `target`.
 
     - `cut`: how the value's dim is cut in a split placement.
     """
