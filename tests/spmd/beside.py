@@ -1,7 +1,7 @@
 """A model run by all ranks of a group beside the whole model: what both give, and how they differ.
 
-A rank's own view (`run_calls`) knows only the public interface; the comparison knows only the plan's
-`parameters` and `collectives`, as a stranger would.
+What runs on a rank (`sharded_runs`) knows only the public interface; the comparison knows only the
+plan's `parameters` and `collectives`, as a stranger would.
 """
 
 from collections import Counter, defaultdict
@@ -19,8 +19,18 @@ from tests.models import build
 from tests.spmd.tally import Tally
 
 __all__ = [
-    "DIVISIBLE_BY_3", "TOLERANCE", "Call", "Ran", "Traffic", "differences", "inputs_of", "loss_of",
-    "predicted", "run", "sharded_runs", "wrong_gradients",
+    "DIVISIBLE_BY_3",
+    "TOLERANCE",
+    "Call",
+    "Ran",
+    "Traffic",
+    "differences",
+    "inputs_of",
+    "loss_of",
+    "predicted",
+    "run",
+    "sharded_runs",
+    "wrong_gradients",
 ]
 
 # float32 sums over a group are made in another order than in one matrix product: each rounds to
@@ -137,7 +147,12 @@ def run(model: nn.Module, inputs: Mapping[str, Any], *, backward: bool) -> Ran:
 
 
 def sharded_runs(
-    rank: int, world: int, name: str, sizes: Mapping[str, Any], training: bool, calls: Sequence[Call]
+    rank: int,
+    world: int,
+    name: str,
+    sizes: Mapping[str, Any],
+    training: bool,
+    calls: Sequence[Call],
 ) -> tuple[str, list[Ran]]:
     """The plan as JSON and what each call gave on this rank; the first call prices the plan."""
     model, _ = build(name, **sizes)
@@ -198,7 +213,9 @@ def joined_over(plan: Plan, name: str, parts: Sequence[Tensor]) -> Tensor:
         return parts[0]
     joined = torch.full(record.shape, float("nan"), dtype=parts[0].dtype)
     for shard, part in zip(record.shards, parts, strict=True):
-        for (start, stop), piece in zip(shard.ranges, _pieces(part, record.dim, shard.ranges), strict=True):
+        for (start, stop), piece in zip(
+            shard.ranges, _pieces(part, record.dim, shard.ranges), strict=True
+        ):
             joined.narrow(record.dim, start, stop - start).copy_(piece)
     return joined
 
@@ -208,7 +225,7 @@ def _pieces(part: Tensor, dim: int, ranges: Sequence[tuple[int, int]]) -> Iterat
 
 
 def _module(name: str) -> str:
-    """The module around the one that holds a parameter: `h.0.attention` of `h.0.attention.key.bias`."""
+    """The module around the one that has a parameter: `0.attention` of `0.attention.key.bias`."""
     return name.rpartition(".")[0].rpartition(".")[0]
 
 

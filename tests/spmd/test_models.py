@@ -1,19 +1,26 @@
-"""Tiny models in real processes equal the whole ones: outputs, every gradient, collectives, bytes."""
+"""Tiny models in real processes equal the whole ones: outputs, gradients, collectives, bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import autotp
 from autotp.core.plan import Plan
 from tests.models import build
 from tests.spmd.beside import (
     DIVISIBLE_BY_3,
     TOLERANCE,
     Call,
+    Ran,
     differences,
     inputs_of,
+    joined_over,
+    loss_of,
     predicted,
     run,
     sharded_runs,
@@ -54,8 +61,25 @@ def test_a_model_trains_as_the_whole_one(pool: Pools, name: str, world: int) -> 
     sizes = ONE_LAYER.get(name, {}) | (DIVISIBLE_BY_3[name] if world == 3 else {})
     plan = compare(pool, name, world, sizes, True)
 
-    assert plan.cost["home_bytes"] == 0
     assert plan.collectives
+    assert plan.cost["home_bytes"] == 0
+    assert most_held(plan, paired(plan)) <= bytes_of(plan, paired(plan)) * (1 / world + 0.05)
+    assert bytes_of(plan, paired(plan)) > 0.8 * bytes_of(plan, list(plan.parameters))
+
+
+def paired(plan: Plan) -> list[str]:
+    """The parameters that have an axis to be split along."""
+    return list(dict.fromkeys(p for pair in plan.pairs for p in (*pair.openers, *pair.closers)))
+
+
+def bytes_of(plan: Plan, names: list[str]) -> int:
+    return sum(plan.parameters[name].bytes for name in names)
+
+
+def most_held(plan: Plan, names: list[str]) -> int:
+    """The bytes that the fullest rank holds of the parameters named."""
+    ranks = zip(*([s.bytes for s in plan.parameters[name].shards] for name in names), strict=True)
+    return max(map(sum, ranks))
 
 
 @pytest.mark.parametrize(
@@ -77,3 +101,71 @@ def test_further_models_and_inference(pool: Pools, name: str, world: int, traini
 
     assert plan.training == training
     assert plan.collectives
+
+
+def trained(model: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
+    """The parameters after a step of AdamW on each call."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for call in calls:
+        optimizer.zero_grad()
+        loss_of(model(**inputs_of("hand", call))).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+STEPS = (Call(2, 12), Call(3, 9, seed=1), Call(1, 7, seed=2))
+
+
+def double() -> nn.Module:
+    """A model in float64: AdamW divides a gradient by its size, which magnifies rounding of zeros."""
+    model, _ = build("hand", layers=1)
+    return model.double()
+
+
+def trained_shards(rank: int, world: int) -> tuple[str, dict[str, Tensor]]:
+    sharded = autotp.parallelize(
+        double(), world, example_inputs=inputs_of("hand", STEPS[0]), training=True
+    )
+    return sharded.plan.to_json(), trained(sharded, STEPS)
+
+
+def test_three_steps_of_adamw_end_where_the_whole_model_does(pool: Pools) -> None:
+    """Joining asserts that what every rank holds whole is equal on all of them, bit for bit."""
+    expected = trained(double(), STEPS)
+    texts, parts = zip(*pool(2).run(trained_shards), strict=True)
+    plan = Plan.from_json(texts[0])
+
+    assert "replicated" in {record.layout for record in plan.parameters.values()}
+    for name, whole in expected.items():
+        joined = joined_over(plan, name, [part[name] for part in parts])
+        assert differences([whole], [joined])[0] < 1e-9, name
+
+
+def in_replicas(rank: int, world: int) -> tuple[int, str, Ran]:
+    """Two replicas of tp 2 whose groups are world ranks 0 and 2, and 1 and 3, on their own data."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    model, _ = build("hand", layers=1)
+    calls = [Call(2, 12), Call(2, 9, seed=mesh.get_local_rank("dp"))]
+    inputs = inputs_of("hand", calls[0])
+    sharded = autotp.parallelize(model, mesh=mesh, example_inputs=inputs, training=True)
+    return (
+        sharded.rank,
+        sharded.plan.to_json(),
+        run(sharded, inputs_of("hand", calls[1]), backward=True),
+    )
+
+
+def test_two_replicas_of_tp_2_keep_to_themselves(pool: Pools) -> None:
+    whole, _ = build("hand", layers=1)
+    ranks, texts, runs = zip(*pool(4).run(in_replicas), strict=True)
+    plan = Plan.from_json(texts[0])
+
+    assert (0, 0, 1, 1) == ranks
+    for replica in (0, 1):
+        expected = run(whole, inputs_of("hand", Call(2, 9, seed=replica)), backward=True)
+        group = [runs[replica], runs[2 + replica]]
+        for found in group:
+            assert predicted(plan) == found.counts()
+            assert differences(expected.outputs, found.outputs)[0] <= TOLERANCE
+        gradients = [found.gradients for found in group]
+        assert {} == wrong_gradients(plan, expected.gradients, gradients, TOLERANCE)
