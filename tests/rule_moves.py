@@ -36,12 +36,13 @@ MOVES = {
         call(real(6, 6), 0, [6, 1]),
     ),
     **each("unsqueeze.default", call(real(6, 12), 0), call(real(6, 12), -1), call(real(6, 12), 1)),
-    **each("squeeze.dim", call(real(6, 1, 12), 1), call(real(6, 12, 1), -1), call(real(6, 12), 0)),
-    **each("squeeze.dims", call(real(6, 1, 12, 1), [1, 3])),
-    **each("squeeze.default", call(real(6, 1, 12, 1))),
+    **each("squeeze.dim", call(real(6, 1, 12), 1), call(real(6, 12, 1), -1), call(real(2, 12), 0)),
+    **each("squeeze.dims", call(real(6, 1, 12, 1), [1, 3]), call(real(2, 3, 12), [0, 1])),
+    **each("squeeze.default", call(real(6, 1, 12, 1)), call(real(2, 3, 1))),
     **each("permute.default", call(X, [2, 0, 1]), call(X, [-1, 0, 1])),
     **each("transpose.int swapaxes.default swapdims.default", call(X, 0, 2), call(X, -1, -2)),
-    **each("t.default numpy_T.default mT.default", call(real(6, 12)), call(real(6, 6))),
+    **each("t.default numpy_T.default", call(real(6, 12)), call(real(6, 6))),
+    **each("mT.default", call(real(6, 12)), call(real(6, 2, 12))),
     **each(
         "expand.default broadcast_to.default",
         call(real(6, 1, 12), [6, 4, 12]),
@@ -61,6 +62,7 @@ MOVES = {
         call(real(6, 12), 3, 0),
         call(real(6, 12), 2, -1),
         call(real(6, 12), 2),
+        call(real(6, 12), 3, 0, output_size=18),
     ),
     **each(
         "slice.Tensor",
@@ -159,6 +161,7 @@ MOVES = {
         call(real(6, 12, 6), [words(4, below=6), words(4, below=12)]),
         call(real(6, 12, 6), [words(4, 1, below=6), words(3, below=12)]),
         call(real(6, 12), [torch.tensor([True, False] * 3)]),
+        call(real(6, 2, 12), [torch.tensor([[True, False]] * 6)]),
     ),
     **each("histc.default", call(real(12), 4, -2, 2)),
     **each(

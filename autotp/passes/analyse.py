@@ -141,7 +141,8 @@ class _Reader:
     def _unruled(
         self, node: fx.Node, operands: tuple[Operand, ...], metas: dict[int, torch.Tensor]
     ) -> NodeRule:
-        self.analysis.unruled.append(node)
+        if metas:
+            self.analysis.unruled.append(node)
         count = max(metas, default=-1) + 1
         results = [
             tuple(self.forest.dim(s) for s in self.sizes.of(metas[k])) if k in metas else ()

@@ -20,7 +20,7 @@ __all__ = ["RULES", "Call", "apply"]
 
 
 def apply(call: Call) -> NodeRule | None:
-    """The rule of one node, by its row's signature or derived rule.
+    """The rule of one node, by its row's signature or derived rule; None where it does not fit.
 
     Raises RuleError when the row has not as many results as the op.
     """
@@ -31,7 +31,13 @@ def apply(call: Call) -> NodeRule | None:
             f"{row.source}, {row.op}: the row gives {len(rule.results)} results, the op makes "
             f"{len(call.sizes)}; write one pattern a result after '->'"
         )
-    return rule
+    return rule if rule is not None and _fits(call, rule) else None
+
+
+def _fits(call: Call, rule: NodeRule) -> bool:
+    """Whether the results that a rule gives have the sizes of the op's."""
+    given = [tuple(call.forest.size(dim) for dim in dims) for dims in rule.results]
+    return given == call.sizes
 
 
 RULES: Mapping[str, Builder] = {

@@ -111,7 +111,7 @@ def sizes(site: Site) -> fx.Node:
 
 
 def squeeze(site: Site) -> fx.Node:
-    """Dims of size 1 go, by number: the split dim stays, even where a rank has one element of it."""
+    """Dims of size 1 go, by number: the split dim stays, even at one element a rank."""
     dims = site.use.operands[0].dims
     _, named = site.argument("dim")
     listed = range(len(dims)) if named is None else [named] if isinstance(named, int) else named
