@@ -7,7 +7,8 @@ runs them in lockstep beside the whole model.
 
 import gzip
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
@@ -45,7 +46,7 @@ from autotp.passes.solve import solve
 from autotp.program import Program, named_leaves
 from autotp.proof import prove
 from autotp.run.blocks import take
-from autotp.run.group import Group, agree, resolve
+from autotp.run.group import Group, agree, exists, resolve
 from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree
 from autotp.run.variant import Signature, key_of
@@ -75,7 +76,7 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     Raises PlanError, CaptureError, RuleError, UnknownOpError.
     """
     _check_tp(tp)
-    chosen = Options(**options)
+    chosen = Options.of(**options)
     if not isinstance(model, nn.Module) and chosen.training is None:
         chosen = replace(chosen, training=False)
     return _Work(load(model), chosen).made(tp, "tp").plan
@@ -100,10 +101,21 @@ def parallelize(
     Raises as `plan` does, and PlanError on every rank if their plans differ.
     """
     where = resolve(tp, mesh=mesh, group=group, rank=rank)
-    work = _Work(model, Options(**options))
-    made = work.made(where.size, where.name)
+    with _together(where):
+        work = _Work(model, Options.of(**options))
+        made = work.made(where.size, where.name)
     agree(where, made.plan.hash, "the plan")
     return work.built(made, where)
+
+
+@contextmanager
+def _together(where: Group) -> Generator[None]:
+    """Ranks that fail to plan say so to the others, which would wait for their plan for ever."""
+    try:
+        yield
+    except Exception as error:
+        agree(where, f"{type(error).__name__}: {error}", "the plan")
+        raise
 
 
 def verify(
@@ -123,7 +135,7 @@ def verify(
     - Further keywords: as for `plan`.
     """
     _check_tp(tp)
-    chosen = Options(**options)
+    chosen = Options.of(**options)
     if gradients and chosen.training is None:
         chosen = replace(chosen, training=True)
     work = _Work(model, chosen)
@@ -150,7 +162,7 @@ def dry_run(
 ) -> dict[str, str | bytes]:
     """The files of a dry run by name: plan, rewritten graph, and the placement problem solved."""
     where = resolve(tp, rank=rank)
-    work = _Work(model, Options(**options))
+    work = _Work(model, Options.of(**options))
     made = work.made(tp, where.name)
     sharded = work.built(made, where, torch.device(work.machine.device))
     problem = to_iopddl(made.posed.problem, made.solution)
@@ -257,6 +269,7 @@ class _Work:
             rank=where.rank,
             device=device,
             make_variant=self._maker(where, made.plan, device),
+            imagined=where.size > 1 and not exists(where.name),
         )
         tree.add_variant(self._key(), self.program, made.layers(named or device), made.plan)
         return tree

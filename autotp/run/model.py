@@ -10,7 +10,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
@@ -38,18 +38,22 @@ MakeVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]
 
 @dataclass(slots=True, eq=False)
 class State:
-    """What a sharded model knows beside its parameters."""
+    """What a sharded model knows beside its parameters.
+
+    - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
+    """
 
     plan: Plan
     rank: int
     device: torch.device
     make_variant: MakeVariant
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
+    imagined: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
         """A state that shares plans, variants and the maker, and can grow on its own."""
         variants = {key: list(found) for key, found in self.variants.items()}
-        return State(self.plan, self.rank, self.device, self.make_variant, variants)
+        return replace(self, variants=variants)
 
     def all(self) -> dict[str, Variant]:
         """Each variant by its key; further ones of the same key are numbered."""
@@ -112,6 +116,8 @@ class ShardedModel(Baked):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """What the model's own forward returns, computed by this rank and its group."""
         inputs = self.sharded_signature.bind(args, kwargs)
+        if self.sharded_state.imagined:
+            self._refuse_to_run()
         return self._variant(inputs).run(self, inputs)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -215,6 +221,14 @@ class ShardedModel(Baked):
             module.__class__ = layer_class(type(module))
             cast(Layer, module).functions = {}
         return cast(Layer, module)
+
+    def _refuse_to_run(self) -> NoReturn:
+        tp = self.plan.tp
+        raise PlanError(
+            f"{type(self).__name__}: called as rank {self.rank} of {tp}, but it was built with "
+            "rank= and has no group to run in. Build it without rank= in each of the processes that "
+            f"torchrun --nproc-per-node {tp} your_script.py starts."
+        )
 
     def _refuse_gradients(self, what: str) -> NoReturn:
         raise PlanError(

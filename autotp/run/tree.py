@@ -27,12 +27,14 @@ def build_tree(
     rank: int,
     device: torch.device,
     make_variant: MakeVariant,
+    imagined: bool = False,
 ) -> ShardedModel:
     """A sharded model without variants: the structure of `model` around the local `tensors`.
 
     Constraints:
     - `tensors`: one for each parameter, under any of its names, on `device`; buffers may be among
       them, the others are copied from the model.
+    - `imagined`: it is to be looked at, and refuses to be called.
     - Parameters require grad where the plan has a backward pass and the model's do.
     - `model` is left as it was, and no storage is shared with it.
     """
@@ -45,7 +47,7 @@ def build_tree(
     tree = copy.deepcopy(model, memo)
     tree.__class__ = model_class(type(model))
     assert isinstance(tree, ShardedModel)
-    tree.sharded_state = State(plan, rank, device, make_variant)
+    tree.sharded_state = State(plan, rank, device, make_variant, imagined=imagined)
     return tree
 
 

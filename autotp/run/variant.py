@@ -150,7 +150,7 @@ class Variant:
 def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
     """The key of a call: tensors by name, constants with their value, then the mode.
 
-    A tensor whose gradient is wanted says so, since ranks must then sum or gather that gradient too.
+    A tensor whose gradient is wanted says so: ranks must then join that gradient too.
 
     Example: `"attention_mask, input_ids, logits_to_keep=1 · eval"`.
     """
