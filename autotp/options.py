@@ -71,10 +71,10 @@ class Options:
                     f"option {name}: is of type {type(value).__name__}. Give a mapping, "
                     f"such as {_EXAMPLES[name]}."
                 )
-        if not isinstance(self.plan, Plan | str | Path | None):
+        given: object = self.plan
+        if not isinstance(given, Plan | str | Path | None):
             raise PlanError(
-                f"option plan: is of type {type(self.plan).__name__}. Give a Plan, or the path of "
-                "one."
+                f"option plan: is of type {type(given).__name__}. Give a Plan, or the path of one."
             )
         if not 0 <= self.shard_threshold <= 1:
             raise PlanError(

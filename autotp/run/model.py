@@ -226,8 +226,8 @@ class ShardedModel(Baked):
         tp = self.plan.tp
         raise PlanError(
             f"{type(self).__name__}: called as rank {self.rank} of {tp}, but it was built with "
-            "rank= and has no group to run in. Build it without rank= in each of the processes that "
-            f"torchrun --nproc-per-node {tp} your_script.py starts."
+            "rank= and has no group to run in. Build it without rank= in each of the processes "
+            f"that torchrun --nproc-per-node {tp} your_script.py starts."
         )
 
     def _refuse_gradients(self, what: str) -> NoReturn:
