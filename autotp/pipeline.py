@@ -51,7 +51,7 @@ from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree
 from autotp.run.variant import Signature, key_of
 from autotp.sizes import Pricing
-from autotp.whole import on_meta, skeleton, whole_of
+from autotp.whole import skeleton, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
@@ -289,13 +289,13 @@ class _Work:
     def _maker(
         self, where: Group, first: Plan, device: torch.device
     ) -> Callable[[ShardedModel, Mapping[str, Any]], None]:
-        """What captures a further variant: from a meta copy, with the parameters' layouts kept."""
+        """What captures a further variant: from a hollow copy, with the layouts kept."""
         bare = skeleton(self.model)
         options = replace(self.options, plan=first, training=first.training)
 
         def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
             bare.train(sharded.training)
-            work = _Work(bare, options, on_meta(inputs))
+            work = _Work(bare, options, inputs)
             made = work.made(where.size, where.name)
             sharded.add_variant(work._key(), work.program, made.layers(device), made.plan)
 

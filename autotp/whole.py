@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-__all__ = ["Whole", "fingerprint", "on_meta", "skeleton", "whole_of"]
+__all__ = ["Whole", "fingerprint", "skeleton", "whole_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +45,20 @@ def whole_of(model: nn.Module) -> Whole:
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of the model on meta: its structure without any values."""
+    """A copy of the model on its own device whose tensors have shapes and strides, but no memory.
+
+    Unlike a copy on meta it is captured as the model itself is: code that asks for the device takes
+    the same way, and constants made in the forward keep their values.
+    """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(
-            torch.empty_like(parameter, device="meta"), parameter.requires_grad
-        )
+        memo[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        memo[id(buffer)] = _hollow(buffer)
     return copy.deepcopy(model, memo)
 
 
-def on_meta(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs without their values."""
-
-    def moved(x: object) -> object:
-        return x.to("meta") if isinstance(x, torch.Tensor) else x
-
-    return {k: pytree.tree_map(moved, v) for k, v in inputs.items()}
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    hollow = torch.empty_like(tensor, requires_grad=False)
+    hollow.untyped_storage().resize_(0)
+    return hollow
