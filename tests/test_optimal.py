@@ -30,7 +30,7 @@ from tests.random_plans import analysed
 
 PARALLEL = {"gpt_neox"}
 """Models whose attention and MLP share one residual add."""
-DEEP = {"llama", "bert", "gpt_neox", "t5", "hand"}
+DEEP = {"gpt_neox", "t5", "hand"}
 """Looked at with two layers, so that what lies between layers is seen."""
 
 
