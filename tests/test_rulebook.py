@@ -8,7 +8,7 @@ import pytest
 from autotp.errors import RuleError
 from autotp.passes.derive import RULES
 from autotp.passes.emit import FORMS
-from autotp.rulebook import Rulebook, load, root
+from autotp.rulebook import _KEYS, Rulebook, load, root
 
 ROW = """
 [[row]]
@@ -60,7 +60,7 @@ def test_roles_keep_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("bias =", "biases =", "unknown key 'biases'; the keys are bias, derive, emit"),
+        ("bias =", "biases =", "unknown key 'biases'; the keys are bias, "),
         ('ops = ["aten.linear.default"]', "ops = []", 'names no op: set ops = ["namespace'),
         ("rule =", "note =", "needs exactly one of `rule` and `derive`"),
         ("bias = [2]", 'derive = "view"', "needs exactly one of `rule` and `derive`"),
@@ -113,3 +113,10 @@ def test_a_role_looks_for_ops_that_have_rows() -> None:
     rules = load()
 
     assert set() == {op for role in rules.roles for op in role.inside} - set(rules.rows)
+
+
+def test_the_page_on_rules_explains_every_key_rule_and_form() -> None:
+    page = (Path(__file__).parents[1] / "rules" / "README.md").read_text(encoding="utf-8")
+    words = {*_KEYS, *RULES, *FORMS} - {""}
+
+    assert [] == sorted(word for word in words if f"`{word}`" not in page)
