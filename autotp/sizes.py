@@ -25,7 +25,7 @@ class Sizes:
         expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
-            found = self.known[expression] = _monomial(expression)
+            found = self.known[expression] = _monomial(_proven(cast(torch.SymInt, size)))
         return found
 
 
@@ -57,6 +57,20 @@ class Pricing:
             found = int(priced) if priced.is_Integer else cast(torch.SymInt, size).node.hint or 1
             self.known[expression] = found
         return found
+
+
+def _proven(size: torch.SymInt) -> Any:  # noqa: ANN401  sympy has no types
+    """The number that a guard of the capture says a compound size is, or else its expression.
+
+    Example: `8*s1 // s0` is 8 where a view of the forward needed that.
+    """
+    expression = size.node.expr
+    if not expression.is_Symbol:
+        for guard in size.node.shape_env.guards:
+            told = guard.expr
+            if told.is_Relational and told.rel_op == "==" and told.lhs == expression:
+                return told.rhs if told.rhs.is_Integer else expression
+    return expression
 
 
 def _monomial(expression: Any) -> Size:  # noqa: ANN401  sympy has no types

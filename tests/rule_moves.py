@@ -158,6 +158,7 @@ MOVES = {
         "index.Tensor",
         call(real(6, 12), [None, words(4, below=12)]),
         call(real(6, 12), [words(4, 3, below=6)]),
+        call(real(6, 2, 12), [torch.tensor([-1, 0, 4])]),
         call(real(6, 12, 6), [words(4, below=6), words(4, below=12)]),
         call(real(6, 12, 6), [words(4, 1, below=6), words(3, below=12)]),
         call(real(6, 12), [torch.tensor([True, False] * 3)]),
@@ -169,6 +170,7 @@ MOVES = {
         call(real(6, 12), [words(4, below=6)], real(4, 12), True),
         call(real(6, 12), [torch.tensor([0, 2, 3])], real(3, 12)),
     ),
+    **each("one_hot.default", call(words(4, below=3), 3)),
     **each("bincount.default", call(words(12, below=6))),
     **each("nonzero.default", call(flags(6, 2))),
 }

@@ -250,7 +250,9 @@ REDUCTION = {
         call(real(12, 6), words(12, below=6), ignore_index=3),
         call(real(12, 6), words(12, below=6), fixed(6)),
         call(real(12, 6), words(12, below=6), None, 0),
+        call(real(2, 6, 12), words(2, 12, below=6)),
     ),
+    **each("nll_loss_nd.default nll_loss.default", call(real(12, 6), words(12, below=6))),
 }
 
 SAMPLES: Mapping[str, tuple[Sample, ...]] = {

@@ -12,7 +12,16 @@ from autotp.errors import RuleError
 from autotp.passes.derive_call import Builder, Call, notation
 from autotp.passes.derive_lookup import index, lookup
 from autotp.passes.derive_named import along, constant, like, trailing, whole
-from autotp.passes.derive_piece import concatenate, divide, place, select, stack, take, unbind
+from autotp.passes.derive_piece import (
+    concatenate,
+    divide,
+    halves,
+    place,
+    select,
+    stack,
+    take,
+    unbind,
+)
 from autotp.passes.derive_product import attention, convolution, einsum, product
 from autotp.passes.derive_shape import expand, pair, permute, repeat, repeat_each, unpair, view
 
@@ -49,6 +58,7 @@ RULES: Mapping[str, Builder] = {
     "divide": divide,
     "einsum": einsum,
     "expand": expand,
+    "halves": halves,
     "index": index,
     "like": like,
     "lookup": lookup,

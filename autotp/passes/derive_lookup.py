@@ -14,7 +14,8 @@ __all__ = ["index", "lookup"]
 def index(call: Call) -> NodeRule | None:
     """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes.
 
-    A mask of several dims stands for as many of them: it has no rule.
+    `table[ids]`, one index of the first dim, is a lookup that may be cut along the rows. A mask of
+    several dims stands for as many of them: it has no rule.
     """
     listed = cast("list[Any]", call.arguments["indices"])
     if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
@@ -24,7 +25,8 @@ def index(call: Call) -> NodeRule | None:
         return None
     source = call.operands[0]
     rank = len(call.sizes[0]) - (len(source) - len(used))
-    factors = [Factor("whole", source[k], ((0, k),)) for k in used if source[k]]
+    table = used == [0] and bool(source[0]) and _counts(listed[0].meta["val"])
+    factors = [_indexed(source[k], k, table=table) for k in used if source[k]]
     middle: list[Dim] = []
     for j in range(rank):
         middle.append(call.fresh(0, used[0] + j, data=True))
@@ -34,7 +36,19 @@ def index(call: Call) -> NodeRule | None:
             j = i if i < used[0] else i - len(used) + rank
             factors.append(Factor("pass", dim, ((0, i), (~0, j))))
     factors += [Factor("whole", d, ((~0, used[0] + j),)) for j, d in enumerate(middle) if d]
-    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),))
+    emit = "lookup" if table else ""
+    return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=emit)
+
+
+def _indexed(dim: Dim, at: int, *, table: bool) -> Factor:
+    """The looked-up dim: rows of a table that another rank holds count as zero there."""
+    slots: tuple[Slot, ...] = ((0, at),)
+    return Factor("reduce", dim, slots, "sum") if table else Factor("whole", dim, slots)
+
+
+def _counts(index: torch.Tensor) -> bool:
+    """Whether an index holds positions, rather than flags."""
+    return index.dtype in (torch.int32, torch.int64)
 
 
 def _is_mask(index: torch.Tensor) -> bool:

@@ -49,7 +49,13 @@ def _along(call: Call, chosen: set[int], join: str, *, keep: bool, kept: bool) -
             dims.append(dim)
     linear = (frozenset({0}),) if join in ("sum", "mean") or call.row.options.get("linear") else ()
     emit = call.row.emit or ("rescale" if join == "mean" else "")
-    return NodeRule(tuple(factors), tuple(tuple(r) for r in results), linear=linear, emit=emit)
+    return NodeRule(
+        tuple(factors),
+        tuple(tuple(r) for r in results),
+        linear=linear,
+        emit=emit,
+        loss=call.row.loss,
+    )
 
 
 def _stay(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
@@ -75,7 +81,7 @@ def whole(call: Call) -> NodeRule | None:
     results = tuple(
         tuple(call.fresh(k, j, data=True) for j in range(len(s))) for k, s in enumerate(call.sizes)
     )
-    return NodeRule(tuple(factors), results)
+    return NodeRule(tuple(factors), results, loss=call.row.loss)
 
 
 def constant(call: Call) -> NodeRule | None:

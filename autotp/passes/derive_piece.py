@@ -1,5 +1,6 @@
 """Rules of ops that cut a dim into pieces, and of those that join pieces."""
 
+from dataclasses import replace
 from typing import cast
 
 from autotp.core.axis import Dim
@@ -7,7 +8,7 @@ from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
 from autotp.core.size import Size
 from autotp.passes.derive_call import Call, moved
 
-__all__ = ["concatenate", "divide", "place", "select", "stack", "take", "unbind"]
+__all__ = ["concatenate", "divide", "halves", "place", "select", "stack", "take", "unbind"]
 
 
 def _others(
@@ -153,6 +154,18 @@ def _whole_pieces(call: Call, at: int) -> NodeRule:
     ]
     factors.append(Factor("whole", call.operands[0][at], ((0, at),)))
     return NodeRule(tuple(factors), results, linear=(frozenset({0}),))
+
+
+def halves(call: Call) -> NodeRule | None:
+    """One half of a dim gates the other: the halves are alike, and the result is as either."""
+    at = call.axis(call.arguments["dim"], len(call.operands[0]))
+    dim = call.operands[0][at]
+    length = call.sizes[0][at].static
+    pieces = None if length is None else call.forest.cut(dim, length)
+    if pieces is None or not call.forest.unify(*pieces):
+        return replace(_whole_dim(call, at, data=False), linear=())
+    factors = (*_others(call, at), Factor("pass", dim, ((0, at), (~0, at))))
+    return NodeRule(factors, (_replaced(call, at, pieces[0]),))
 
 
 def unbind(call: Call) -> NodeRule | None:

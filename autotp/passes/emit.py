@@ -162,13 +162,22 @@ def lookup(site: Site) -> fx.Node:
         return site.plain()
     rows = local_length(site.use.rule.factors[0].dim, site)
     table, ids = site.args[0], site.args[1]
+    listed = isinstance(ids, list | tuple)  # table[ids], where -1 is the last row
+    if listed:
+        total = site.forest.size(site.use.rule.factors[0].dim).static
+        ids = site.call(aten.remainder.Scalar, cast("Sequence[Any]", ids)[0], total)
     found = site.call(torch.ops.autotp.local_index.default, ids, rows, site.group)
     local = site.call(operator.getitem, found, 0)
     outside = site.call(operator.getitem, found, 1)
     value = site.graph.create_node(
-        "call_function", site.use.node.target, (table, local), name=site.use.node.name
+        "call_function",
+        site.use.node.target,
+        (table, [local] if listed else local),
+        name=site.use.node.name,
     )
-    mask = site.call(aten.unsqueeze.default, outside, -1)
+    mask = outside
+    for _ in site.use.operands[0].dims[1:]:
+        mask = site.call(aten.unsqueeze.default, mask, -1)
     value = site.call(aten.masked_fill.Scalar, value, mask, 0.0)
     padding = site.argument("padding_idx")[1]
     if site.training and isinstance(padding, int) and padding >= 0:

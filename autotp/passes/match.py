@@ -166,7 +166,7 @@ class _Finder:
             reach.closers |= closers
             reach.clean &= bool(closers)
             return ()
-        if use.rule.loss:
+        if use.rule.loss and any(f.kind == "whole" for f in touched):
             reach.output = True
             return ()
         if not touched or any(f.kind == "whole" for f in touched):
