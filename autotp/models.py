@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Final, cast
 
 import torch
@@ -115,7 +116,7 @@ def _parsed(path: Path, fields: dict[str, Any]) -> Any:  # noqa: ANN401  as abov
         return _transformers().AutoConfig.for_model(kind, **fields)
     # transformers raises whatever its validators raise: it becomes the reason in our message
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = shorten(str(error), 300, placeholder=" …") or type(error).__name__
         raise PlanError(
             f"{path}: transformers refuses it (model_type {kind!r}): {reason}"
         ) from error
