@@ -27,6 +27,7 @@ __all__ = [
     "Operand",
     "Use",
     "Value",
+    "gradients_reach",
     "results_of",
     "source_of",
 ]
@@ -67,7 +68,7 @@ class Analysis:
     - `dims`, `metas`: of every parameter-dependent value.
     - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
     - `differentiable`: values through which a gradient can flow.
-    - `unruled`: nodes without a rule.
+    - `unruled`: nodes without a rule. `stops`: the ops through which no gradient passes.
     """
 
     program: Program
@@ -79,6 +80,7 @@ class Analysis:
     weights: set[Value] = field(default_factory=set[Value])
     differentiable: set[Value] = field(default_factory=set[Value])
     unruled: list[fx.Node] = field(default_factory=list[fx.Node])
+    stops: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,3 +148,33 @@ def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
         items = cast("Sequence[object]", val)
         return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
     return {}
+
+
+def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
+    """The nodes of `graph`, the program's or what became of it, that a backward pass goes through.
+
+    Gradients are asked for by what is trained (parameters, inputs that require grad), forward
+    through floating-point values, and come from the outputs. A frozen parameter asks for none.
+    """
+    trained = {(n.op, n.target) for n in analysis.program.graph.nodes if _requires_grad(n)}
+    asking: set[fx.Node] = set()
+    for node in graph.nodes:
+        asks = (node.op, node.target) in trained or any(n in asking for n in node.all_input_nodes)
+        if asks and _takes_gradient(node) and str(node.target) not in analysis.stops:
+            asking.add(node)
+    reached: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in reached or node.op == "output":
+            reached.update(n for n in node.all_input_nodes if n in asking)
+    return reached
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return node.op != "call_function" and isinstance(val, torch.Tensor) and val.requires_grad
+
+
+def _takes_gradient(node: fx.Node) -> bool:
+    return "val" not in node.meta or any(
+        t.is_floating_point() or t.is_complex() for t in results_of(node).values()
+    )

@@ -36,6 +36,7 @@ _KEYS = {
     "emit",
     "loss",
     "moves",
+    "stops",
     "note",
 }
 _JOINS = {"sum", "mean", "max", "none"}
@@ -127,6 +128,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             emit=entry.get("emit", ""),
             loss=bool(entry.get("loss", False)),
             moves=bool(entry.get("moves", False)),
+            stops=bool(entry.get("stops", False)),
             note=entry.get("note", ""),
             source=source,
         )

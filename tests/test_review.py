@@ -4,11 +4,13 @@ Each model runs under random legal plans, which meet placements that no cheapest
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import autotp
 from autotp.options import Options
 from autotp.pipeline import _Work
 from tests.random_plans import Case, outcome, prepared
@@ -27,7 +29,7 @@ class Block(nn.Module):
         return self.run(self, x)
 
 
-Run = Callable[[Block, Tensor], Tensor]
+Run = Callable[[Any, Tensor], Tensor]
 
 
 def heads(model: Block, x: Tensor) -> Tensor:
@@ -103,3 +105,49 @@ def test_random_plans_of_a_reviewed_model_equal_it(run: Run) -> None:
 
     assert [] == [str(o) for o in found if not o.ok]
     assert max(o.worst for o in found) < 1e-9
+
+
+# ── gradients that nobody asks for ───────────────────────────────────────────────────────────────
+
+
+class Frozen(Block):
+    """Most of it is not trained."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.norm = nn.LayerNorm(16)
+        for part in (self.norm.weight, self.up.weight, self.up.bias, self.down.bias):
+            part.requires_grad_(False)
+
+
+def normed(model: Frozen, x: Tensor) -> Tensor:
+    return (x + model.down(model.up(model.norm(x)).relu())) * model.norm.bias
+
+
+def without_gradient(model: Block, x: Tensor) -> Tensor:
+    h = model.up(x)
+    with torch.no_grad():
+        gate = h.softmax(-1) * model.table.weight[0]
+    return model.down(h * gate + torch.zeros_like(h) + h.new_ones(h.shape))
+
+
+@pytest.mark.parametrize(("kind", "run"), [(Frozen, normed), (Block, without_gradient)])
+def test_collectives_of_gradients_that_nobody_wants_are_not_counted(
+    kind: type[Block], run: Run
+) -> None:
+    torch.manual_seed(0)
+    work = _Work(kind(run), Options(example_inputs={"x": torch.randn(2, 5, 16)}, training=True))
+    problem = prepared(work, 2, training=True)
+    found = [outcome(problem, Case(run.__name__, 2, True, seed)) for seed in range(8)]
+
+    assert [] == [str(o) for o in found if not o.ok]
+
+
+def test_the_gradient_of_an_input_is_compared() -> None:
+    model, inputs = made(lambda model, x: model.down(model.up(x).relu()))
+    inputs["x"].requires_grad_()
+    evidence = autotp.verify(model, 2, example_inputs=inputs, training=True)
+
+    assert evidence.ok
+    assert "input x" in evidence.gradients
+    assert 1 == evidence.collectives_seen["backward all_reduce"]

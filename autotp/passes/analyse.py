@@ -58,7 +58,8 @@ class _Reader:
     """The state of one pass over a program."""
 
     def __init__(self, program: Program, parameters: frozenset[str], rulebook: Rulebook) -> None:
-        self.analysis = Analysis(program, Forest())
+        stops = frozenset(op for op, row in rulebook.rows.items() if row.stops)
+        self.analysis = Analysis(program, Forest(), stops=stops)
         self.forest = self.analysis.forest
         self.parameters, self.rulebook = parameters, rulebook
         self.sizes = Sizes()
@@ -167,17 +168,14 @@ class _Reader:
         weights = all(v in analysis.weights for v in read) and not any(
             o.value[0] in self.from_input for o in operands
         )
-        flows = any(v in analysis.differentiable for v in read) and not _stops_gradient(node)
+        stops = str(node.target) in analysis.stops
+        flows = not stops and any(v in analysis.differentiable for v in read)
         for k, meta in metas.items():
             self._define((node, k), meta, rule.results[k])
             if weights:
                 analysis.weights.add((node, k))
             if flows and (meta.is_floating_point() or meta.is_complex()):
                 analysis.differentiable.add((node, k))
-
-
-def _stops_gradient(node: fx.Node) -> bool:
-    return "detach" in str(node.target)
 
 
 def _tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:

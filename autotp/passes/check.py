@@ -10,13 +10,13 @@ Postcondition of rewrite, proven from the graph itself. Each value claims a plac
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Set
 from typing import Any, cast
 
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.analysis import Analysis, Decision, Emitted, Operand, Use
+from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
 from autotp.core.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.core.price import COLLECTIVES
 from autotp.core.trace import TracedValue
@@ -50,7 +50,8 @@ def check(
     for node in graph.nodes:
         checker.node(node)
     checker.outputs()
-    seen = Counter(_collectives(graph, training=training, differentiable=checker.flows))
+    reached = gradients_reach(graph, analysis) if training else set[fx.Node]()
+    seen = Counter(_collectives(graph, reached))
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:
         raise VerifyError(
@@ -73,7 +74,6 @@ class _Checker:
         self.analysis, self.decision = analysis, decision
         self.uses = {node.name: use for node, use in analysis.uses.items()}
         self.emitted = {node.name: node for node in graph.nodes}
-        self.program = {node.name: node for node in analysis.program.graph.nodes}
 
     def node(self, node: fx.Node) -> None:
         """Check one node of the rewritten graph."""
@@ -96,14 +96,6 @@ class _Checker:
                     f"{_at(node)}: leaves the graph as {claimed}, but outputs must be R on every "
                     "rank: a reduction or gather is missing before it"
                 )
-
-    def flows(self, node: fx.Node) -> bool:
-        """Whether a gradient flows through an emitted value."""
-        traced = self.values.get(node.name)
-        if traced is None:
-            return False
-        origin = self.program[traced.origin]
-        return (origin, traced.item) in self.analysis.differentiable
 
     def _claim(self, node: fx.Node) -> Placement:
         traced = self.values.get(node.name)
@@ -194,9 +186,7 @@ def _argument(node: fx.Node, operand: Operand) -> object:
     return given[operand.item] if isinstance(given, list | tuple) else None
 
 
-def _collectives(
-    graph: fx.Graph, *, training: bool, differentiable: Callable[[fx.Node], bool]
-) -> Iterator[tuple[str, str]]:
+def _collectives(graph: fx.Graph, reached: Set[fx.Node]) -> Iterator[tuple[str, str]]:
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
         namespace, op = _name(node)
@@ -206,11 +196,11 @@ def _collectives(
             conversion = CONVERSIONS[_OPS[op]]
             if conversion.forward in COLLECTIVES:
                 yield conversion.forward, "forward"
-            if training and conversion.backward in COLLECTIVES and differentiable(node):
+            if conversion.backward in COLLECTIVES and node in reached:
                 yield conversion.backward, "backward"
-        elif namespace == "autotp" and op == "share_gradients":
-            wider = node.kwargs.get("dtype")
-            for _ in {wider or n.meta["val"].dtype for n in cast("list[fx.Node]", node.args[0])}:
+        elif namespace == "autotp" and op == "share_gradients" and node in reached:
+            metas = [n.meta["val"] for n in cast("list[fx.Node]", node.args[0])]
+            for _ in {node.kwargs.get("dtype") or m.dtype for m in metas if m.requires_grad}:
                 yield "all_reduce", "backward"
 
 

@@ -8,7 +8,7 @@ depends on the rank: ops ask their group for it when they run.
 """
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +16,16 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, Value, source_of
+from autotp.analysis import (
+    Analysis,
+    Decision,
+    Emitted,
+    Operand,
+    Use,
+    Value,
+    gradients_reach,
+    source_of,
+)
 from autotp.core.axis import Atom, Dim
 from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
 from autotp.core.price import COLLECTIVES, Delivered
@@ -60,6 +69,7 @@ class _Writer:
         self.decision, self.target = decision, target
         self.graph = fx.Graph()
         self.result = Rewritten(self.graph)
+        self.noted: list[tuple[fx.Node | None, Emitted]] = []
         self.plain: dict[fx.Node, fx.Node] = {}
         self.placed: dict[Value, dict[Placement, fx.Node]] = {}
         self.made: dict[Value, Placement] = {}
@@ -84,6 +94,8 @@ class _Writer:
                 self._copy(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
+        reached = gradients_reach(self.graph, self.analysis)
+        self.result.collectives += [e for n, e in self.noted if n is None or n in reached]
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────
 
@@ -115,17 +127,19 @@ class _Writer:
         shared = self.graph.call_function(target, (nodes, self.target.group), keywords)
         metas = tuple(self.analysis.metas[(self.analysis.parameters[n], 0)] for n in names)
         shared.meta["val"] = list(metas)
-        self._bucket(metas)
+        self._bucket(shared, metas)
         for k, (name, meta) in enumerate(zip(names, metas, strict=True)):
             old = self.analysis.parameters[name]
             item = self.graph.call_function(operator.getitem, (shared, k))
             item.meta["val"] = meta
             self._record((old, 0), SHARED, item)
 
-    def _bucket(self, metas: tuple[torch.Tensor, ...]) -> None:
+    def _bucket(self, shared: fx.Node, metas: Iterable[torch.Tensor]) -> None:
+        metas = [m for m in metas if m.requires_grad]
         for dtype in dict.fromkeys(self.target.reduce_dtype or m.dtype for m in metas):
             group = tuple(m for m in metas if dtype in (m.dtype, self.target.reduce_dtype))
-            self._note("all_reduce", "backward", "bucket of replicated parameters", group)
+            where = "bucket of replicated parameters"
+            self.noted.append((shared, Emitted("all_reduce", "backward", where, group)))
 
     def _parameter(self, old: fx.Node) -> fx.Node:
         new = self.graph.create_node("get_attr", old.target, name=old.name)
@@ -275,13 +289,9 @@ class _Writer:
         meta = (self.analysis.metas[value],)
         where = _where(value[0] if change.forward in COLLECTIVES else reader)
         if change.forward in COLLECTIVES:
-            self._note(change.forward, "forward", where, meta)
-        flows = self.target.training and value in self.analysis.differentiable
-        if flows and change.backward in COLLECTIVES:
-            self._note(change.backward, "backward", where, meta)
-
-    def _note(self, kind: str, phase: str, where: str, metas: tuple[torch.Tensor, ...]) -> None:
-        self.result.collectives.append(Emitted(kind, phase, where, metas))
+            self.noted.append((None, Emitted(change.forward, "forward", where, meta)))
+        if self.target.training and change.backward in COLLECTIVES:
+            self.noted.append((new, Emitted(change.backward, "backward", where, meta)))
 
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from autotp.core.plan import Plan
 from autotp.errors import VerifyError
+from autotp.program import named_leaves
 from autotp.proof.bisection import Case
 from autotp.proof.figures import Figures, gaps_between
 from autotp.proof.measure import Results, measured
+from autotp.simulate.ranks import input_leaves
 
 __all__ = ["Runs"]
 
@@ -52,7 +54,8 @@ class Runs:
         torch.manual_seed(self.case.seed)
         whole = self.case.whole
         output = whole(**self.case.inputs)
-        return measured([output], [dict(whole.named_parameters())], self._loss_seed)[0]
+        leaves = input_leaves(named_leaves(self.case.inputs).items())
+        return measured([output], [dict(whole.named_parameters()) | leaves], self._loss_seed)[0]
 
     def program(self, dtype: torch.dtype | None) -> Results:
         """What the captured program gives on the whole model.

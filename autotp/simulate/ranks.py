@@ -1,6 +1,6 @@
 """What all ranks compute for given inputs, in one process without any group."""
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from autotp.run.variant import Variant
 from autotp.simulate.joint import Tally
 from autotp.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
 
-__all__ = ["Simulation", "simulate", "variant_for", "walk"]
+__all__ = ["Simulation", "input_leaves", "simulate", "variant_for", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class Simulation:
     """What a walk of all ranks gave.
 
     - `outputs`: each rank's, as the model returns them. `parameters`: each rank's own, by name; the
-      leaves that gradients belong to.
+      leaves that gradients belong to. Inputs that require grad are among them, as `input x`.
     - `collectives`: `"forward all_reduce"` to its count; `"backward …"` grows while autograd runs.
     """
 
     outputs: list[Any]
-    parameters: list[Mapping[str, Tensor]]
+    parameters: Sequence[Mapping[str, Tensor]]
     collectives: Tally
 
 
@@ -77,7 +77,20 @@ def walk(
     with _default(dtype):
         flat = walker.run("", [part.root for part in parts], given)
     outputs = [pytree.tree_unflatten(list(results), program.out_spec) for results in flat]
-    return Simulation(outputs, [own.parameters for own in tensors], walker.tally)
+    leaves_of = [
+        own.parameters | input_leaves(zip(program.inputs, mine, strict=True))
+        for own, mine in zip(tensors, given, strict=True)
+    ]
+    return Simulation(outputs, leaves_of, walker.tally)
+
+
+def input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
+    """Those inputs whose gradient is wanted, as `input x`, which no parameter is called."""
+    return {
+        f"input {name}": value
+        for name, value in inputs
+        if isinstance(value, Tensor) and value.requires_grad
+    }
 
 
 def variant_for(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
