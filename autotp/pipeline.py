@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
 
 import autotp.run.conjugates as _ops
 from autotp import rulebook
@@ -295,7 +296,7 @@ class _Work:
 
         def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
             bare.train(sharded.training)
-            work = _Work(bare, options, inputs)
+            work = _Work(bare, options, _valueless(inputs, _device(bare)))
             made = work.made(where.size, where.name)
             sharded.add_variant(work._key(), work.program, made.layers(device), made.plan)
 
@@ -366,6 +367,17 @@ def _sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, in
             if sizes.setdefault(word, size) != size:
                 sizes[f"{name} {word}"] = size
     return sizes
+
+
+def _valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere."""
+
+    def alike(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.zeros_like(x, device=device, requires_grad=x.requires_grad)
+
+    return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -151,3 +151,31 @@ def test_the_gradient_of_an_input_is_compared() -> None:
     assert evidence.ok
     assert "input x" in evidence.gradients
     assert 1 == evidence.collectives_seen["backward all_reduce"]
+
+
+# ── further variants ─────────────────────────────────────────────────────────────────────────────
+
+
+def scaled(model: Block, x: Tensor) -> Tensor:
+    return model.down(model.up(x).relu()) * torch.tensor([2.0, 3.0], device=x.device).mean()
+
+
+def test_a_variant_first_called_without_gradients_takes_an_input_that_requires_them() -> None:
+    model, inputs = made(scaled)
+    sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)
+    x = inputs["x"].requires_grad_()
+    with torch.no_grad():
+        sharded(x)
+    sharded(x).sum().backward()
+    (expected,) = torch.autograd.grad(model(x).sum(), [x])
+
+    torch.testing.assert_close(x.grad, expected)
+
+
+def test_a_variant_is_captured_where_the_model_was() -> None:
+    """Shards, and so inputs, may be on another device than the model that was given."""
+    model, inputs = made(scaled)
+    sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)
+    sharded.prepare(x=inputs["x"].to("meta").requires_grad_())
+
+    assert 2 == len(sharded.variants)

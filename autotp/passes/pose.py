@@ -102,6 +102,7 @@ class _Poser:
         self.unary: dict[object, NDArray[np.int64]] = {}
         self.tables: dict[object, NDArray[np.int64]] = {}
         self.prices: dict[Value, Prices] = {}
+        self.largest = max((self._bytes((n, 0)) for n in analysis.parameters.values()), default=0)
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
         self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
@@ -225,9 +226,10 @@ class _Poser:
         free.
         """
         axes = self.matching.home.get(name, ())
-        largest = max(self._bytes((n, 0)) for n in self.analysis.parameters.values())
         splits = [a.name for a in axes if (a.size.static or 0) % self.terms.tp == 0]
-        return frozenset(splits) if size >= self.terms.shard_threshold * largest else frozenset()
+        return (
+            frozenset(splits) if size >= self.terms.shard_threshold * self.largest else frozenset()
+        )
 
     def _wanted(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
         """Every placement in which some reader may want `value`."""
