@@ -32,7 +32,7 @@ Pools = Callable[[int], Pool]
 
 # the first prices the plan; the others are unlike it and unlike what was traced
 CALLS = (Call(2, 12), Call(1, 7, seed=1), Call(3, 20, padded=True, seed=2))
-ONE_LAYER = {"t5": {"num_layers": 1, "num_decoder_layers": 1}}
+ONE_LAYER = {"bloom": {"n_layer": 1}, "t5": {"num_layers": 1, "num_decoder_layers": 1}}
 EVERYWHERE = tuple(DIVISIBLE_BY_3)
 
 
@@ -58,7 +58,9 @@ def compare(pool: Pools, name: str, world: int, sizes: Mapping[str, Any], traini
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_a_model_trains_as_the_whole_one(pool: Pools, name: str, world: int) -> None:
-    sizes = ONE_LAYER.get(name, {}) | (DIVISIBLE_BY_3[name] if world == 3 else {})
+    """Two layers in two processes; one in more, where each process costs its share of two cores."""
+    one_layer = ONE_LAYER.get(name, {"num_hidden_layers": 1})
+    sizes = {2: {}, 3: one_layer | DIVISIBLE_BY_3[name], 4: one_layer}[world]
     plan = compare(pool, name, world, sizes, True)
 
     assert plan.collectives
@@ -117,7 +119,7 @@ STEPS = (Call(2, 12), Call(3, 9, seed=1), Call(1, 7, seed=2))
 
 
 def double() -> nn.Module:
-    """A model in float64: AdamW divides a gradient by its size, which magnifies rounding of zeros."""
+    """In float64: AdamW divides a gradient by its own size, which magnifies rounding."""
     model, _ = build("hand", layers=1)
     return model.double()
 
