@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 
@@ -71,7 +71,7 @@ class Options:
                     f"option {name}: is of type {type(value).__name__}. Give a mapping, "
                     f"such as {_EXAMPLES[name]}."
                 )
-        given: object = self.plan
+        given = cast(object, self.plan)  # whatever a caller without types passed
         if not isinstance(given, Plan | str | Path | None):
             raise PlanError(
                 f"option plan: is of type {type(given).__name__}. Give a Plan, or the path of one."

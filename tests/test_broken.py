@@ -1,4 +1,4 @@
-"""What a stranger broke: inputs that gave wrong numbers, crashes or a wrong plan, each mended since."""
+"""What a stranger broke: inputs that gave wrong numbers, crashes or a wrong plan, mended since."""
 
 import torch
 from torch import Tensor, nn

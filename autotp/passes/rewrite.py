@@ -173,7 +173,7 @@ class _Writer:
             _put(args, kwargs, operand, new)
         args = [map_arg(a, self._old) for a in args]
         kwargs = {k: map_arg(v, self._old) for k, v in kwargs.items()}
-        before = next(reversed(self.graph.nodes), None)
+        before = next(iter(reversed(self.graph.nodes)), None)
         new = self._form(use, strategy, args, kwargs)
         self._mark(before, use.node)
         self.plain[use.node] = new
@@ -282,7 +282,7 @@ class _Writer:
         if target in known:
             return
         change = CONVERSIONS[(source.kind, target.kind)]
-        before = next(reversed(self.graph.nodes), None)
+        before = next(iter(reversed(self.graph.nodes)), None)
         new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
         self._mark(before, value[0] if change.forward in COLLECTIVES else reader)
         self._record(value, target, new)
