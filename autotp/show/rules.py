@@ -15,6 +15,7 @@ def render_rules(rows: Iterable[Row]) -> RenderableType:
     """What rich prints for `rows`, by op name."""
     ordered = sorted(rows, key=lambda row: row.op)
     table = titled_table(f"{len(ordered)} ops", ["op", "rule", "joins", "linear in", "local form"])
+    table.columns[0].no_wrap = True  # a name is looked for, so it stays whole
     for row in ordered:
         rule = str(row.signature) if row.signature else f"by arguments: {row.derive}"
         table.add_row(*map(Text, (row.op, rule, _joins(row), _linear(row), row.emit)))

@@ -22,7 +22,7 @@ Pools = Callable[[int], Pool]
 
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 12288}
 MB = 1 << 20
-SLACK = 24 * MB  # graphs, plans and what the allocator keeps; a quarter of the model would be 64 MB
+SLACK = 40 * MB  # graphs, plans, what the allocator keeps (24 to 28 MB seen); a shard is 57 MB
 
 
 def storages(tensors: list[torch.Tensor]) -> dict[int, int]:
