@@ -68,7 +68,7 @@ class Analysis:
     - `dims`, `metas`: of every parameter-dependent value.
     - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
     - `differentiable`: values through which a gradient can flow.
-    - `unruled`: nodes without a rule. `stops`: the ops through which no gradient passes.
+    - `unruled`: nodes without a rule. `stops`: op name to the operands that get no gradient.
     """
 
     program: Program
@@ -80,7 +80,7 @@ class Analysis:
     weights: set[Value] = field(default_factory=set[Value])
     differentiable: set[Value] = field(default_factory=set[Value])
     unruled: list[fx.Node] = field(default_factory=list[fx.Node])
-    stops: frozenset[str] = frozenset()
+    stops: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,14 +159,22 @@ def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
     trained = {(n.op, n.target) for n in analysis.program.graph.nodes if _requires_grad(n)}
     asking: set[fx.Node] = set()
     for node in graph.nodes:
-        asks = (node.op, node.target) in trained or any(n in asking for n in node.all_input_nodes)
-        if asks and _takes_gradient(node) and str(node.target) not in analysis.stops:
+        asks = any(n in asking for n in _passing(node, analysis))
+        if ((node.op, node.target) in trained or asks) and _takes_gradient(node):
             asking.add(node)
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in reached or node.op == "output":
-            reached.update(n for n in node.all_input_nodes if n in asking)
+            reached.update(n for n in _passing(node, analysis) if n in asking)
     return reached
+
+
+def _passing(node: fx.Node, analysis: Analysis) -> list[fx.Node]:
+    """The operands of `node` to which it passes a gradient."""
+    stops = analysis.stops.get(str(node.target))
+    if not stops:
+        return node.all_input_nodes
+    return [n for k, n in enumerate(node.args) if k not in stops and isinstance(n, fx.Node)]
 
 
 def _requires_grad(node: fx.Node) -> bool:

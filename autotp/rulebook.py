@@ -128,7 +128,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             emit=entry.get("emit", ""),
             loss=bool(entry.get("loss", False)),
             moves=bool(entry.get("moves", False)),
-            stops=bool(entry.get("stops", False)),
+            stops=frozenset(entry.get("stops", ())),
             note=entry.get("note", ""),
             source=source,
         )

@@ -223,6 +223,11 @@ REDUCTION = {
     **each("var.dim std.dim", call(X, [-1]), call(X, [0], keepdim=True)),
     **each("var_mean.correction", call(X, [-1]), call(X, [0], keepdim=True)),
     **each("max.default min.default prod.default", call(X)),
+    **each(
+        "mse_loss.default l1_loss.default smooth_l1_loss.default huber_loss.default "
+        "binary_cross_entropy_with_logits.default",
+        call(X, POSITIVE),
+    ),
     **each("any.default all.default", call(FLAGS)),
     **each("amax.default amin.default", call(X, [-1]), call(X, [0], True)),
     **each("max.dim min.dim", call(X, -1), call(X, 0, True)),

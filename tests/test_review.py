@@ -131,7 +131,14 @@ def without_gradient(model: Block, x: Tensor) -> Tensor:
     return model.down(h * gate + torch.zeros_like(h) + h.new_ones(h.shape))
 
 
-@pytest.mark.parametrize(("kind", "run"), [(Frozen, normed), (Block, without_gradient)])
+def regression(model: Block, x: Tensor) -> Tensor:
+    """Its loss broadcasts prediction and target together, and the target is no one's function."""
+    return nn.functional.mse_loss(model.down(model.up(x).relu()), x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"), [(Frozen, normed), (Block, without_gradient), (Block, regression)]
+)
 def test_collectives_of_gradients_that_nobody_wants_are_not_counted(
     kind: type[Block], run: Run
 ) -> None:

@@ -34,7 +34,7 @@ class Row:
     - `options`: what `derive` needs besides the node's arguments.
     - `emit`: the local form the rewriter gives the op; empty if the op is the same on shards.
     - `loss`: the op is a loss over its classes, so an axis that reaches it reaches an output.
-    - `stops`: no gradient passes, though the result is floating-point.
+    - `stops`: operands to which no gradient passes, though the result is floating-point.
     - `moves`: the op copies elements without computing (a lookup by its result is one by its
       operand).
     """
@@ -51,7 +51,7 @@ class Row:
     emit: str = ""
     loss: bool = False
     moves: bool = False
-    stops: bool = False
+    stops: frozenset[int] = frozenset()
     note: str = ""
     source: str = ""
 

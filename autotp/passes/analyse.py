@@ -58,7 +58,7 @@ class _Reader:
     """The state of one pass over a program."""
 
     def __init__(self, program: Program, parameters: frozenset[str], rulebook: Rulebook) -> None:
-        stops = frozenset(op for op, row in rulebook.rows.items() if row.stops)
+        stops = {op: row.stops for op, row in rulebook.rows.items() if row.stops}
         self.analysis = Analysis(program, Forest(), stops=stops)
         self.forest = self.analysis.forest
         self.parameters, self.rulebook = parameters, rulebook
@@ -168,8 +168,8 @@ class _Reader:
         weights = all(v in analysis.weights for v in read) and not any(
             o.value[0] in self.from_input for o in operands
         )
-        stops = str(node.target) in analysis.stops
-        flows = not stops and any(v in analysis.differentiable for v in read)
+        stops = analysis.stops.get(str(node.target), ())
+        flows = any(o.value in analysis.differentiable for o in operands if o.argument not in stops)
         for k, meta in metas.items():
             self._define((node, k), meta, rule.results[k])
             if weights:

@@ -32,6 +32,8 @@ def clean(graph: fx.Graph) -> None:
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         _unfold_copy(graph, node)
+    for node in graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
+        _unfold_broadcast(node)
     for node in list(graph.nodes):
         if node.op == "call_function" and DOES_NOTHING.get(node.target, _never)(node):
             node.replace_all_uses_with(node.args[0])
@@ -52,6 +54,15 @@ def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
     same = _shape(typed) == _shape(node)
     node.replace_all_uses_with(typed if same else wide)
     graph.erase_node(node)
+
+
+def _unfold_broadcast(node: fx.Node) -> None:
+    """Of several tensors brought to one shape, those that have it already are taken as they are."""
+    given = cast(list[fx.Node], node.args[0])
+    for item in list(node.users):
+        source = given[cast(int, item.args[1])]
+        if _shape(source) == _shape(item):
+            item.replace_all_uses_with(source)
 
 
 def _shape(node: fx.Node) -> list[str]:

@@ -141,9 +141,14 @@ class _Poser:
 
     def _strategies(self, use: Use) -> tuple[Strategy, ...]:
         analysis = self.analysis
+        stops = use.row.stops if use.row else frozenset[int]()
         facts = Facts(
             tuple(o.dims for o in use.operands),
-            frozenset(k for k, o in enumerate(use.operands) if o.value in analysis.differentiable),
+            frozenset(
+                k
+                for k, o in enumerate(use.operands)
+                if o.value in analysis.differentiable and o.argument not in stops
+            ),
             frozenset(k for k, o in enumerate(use.operands) if o.value not in analysis.dims),
             all(
                 analysis.metas[(use.node, r)].is_floating_point()
