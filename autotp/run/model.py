@@ -167,6 +167,14 @@ class ShardedModel(Baked):
             "parallelizing it, or each rank's state_dict() under a name of its own."
         )
 
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuses: the model's own method would put whole tables in the place of shards."""
+        raise PlanError(
+            f"{type(self).__name__}: rank {self.rank} of {self.plan.tp} holds shards, which "
+            "resize_token_embeddings would replace by whole tables that no plan knows. Resize the "
+            "whole model before parallelizing it."
+        )
+
     def _variant(self, inputs: Mapping[str, Any]) -> Variant:
         if not self.plan.training:
             for name, value in inputs.items():
@@ -187,7 +195,9 @@ class ShardedModel(Baked):
         with _CAPTURING:
             found = self._find(key, inputs)
             if found is None:
-                self.sharded_state.make_variant(self, self.sharded_signature.spelled(inputs))
+                # a compiler that falls back to eager code here must not trace what captures
+                make = torch.compiler.disable(self.sharded_state.make_variant)
+                make(self, self.sharded_signature.spelled(inputs))
                 found = self._find(key, inputs)
         if found is None:
             raise CaptureError(
