@@ -55,14 +55,23 @@ class Layouts:
         if len(self.analysis.dims[(node, 0)]) != 1:
             return False
         return all(
-            k not in use.rule.bias and all(f.kind != "reduce" for f in use.rule.factors)
+            not self._biases(use, k) and all(f.kind != "reduce" for f in use.rule.factors)
             for use, k in self._readers((node, 0))
         )
 
     def is_bias(self, name: str) -> bool:
         """Whether a parameter is only ever added to a product."""
         readers = list(self._readers((self.analysis.parameters[name], 0)))
-        return bool(readers) and all(k in use.rule.bias for use, k in readers)
+        return bool(readers) and all(self._biases(use, k) for use, k in readers)
+
+    def _biases(self, use: Use, k: int) -> bool:
+        """Whether operand `k` is added to a product, in the same op or right after it."""
+        if k in use.rule.bias:
+            return True
+        if len(use.operands) != 2 or frozenset({0, 1}) not in use.rule.linear:
+            return False
+        product = self.analysis.uses.get(use.operands[1 - k].value[0])
+        return product is not None and any(f.kind == "reduce" for f in product.rule.factors)
 
     def _contracted(self, name: str, axis: str) -> bool:
         for use, k in self._readers((self.analysis.parameters[name], 0)):

@@ -7,7 +7,7 @@ tensor with symbolic sizes) and, where torch.export gave them, `nn_module_stack`
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Guard", "Program", "broken_guard", "named_leaves"]
+__all__ = ["Guard", "Program", "broken", "broken_guard", "named_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,13 @@ def broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | None:
     Constraints:
     - `inputs` holds every tensor input of the program (nested ones as given to the model).
     """
+    return broken(program.guards, inputs)
+
+
+def broken(guards: Iterable[Guard], inputs: Mapping[str, Any]) -> Guard | None:
+    """The first of `guards` that `inputs` break."""
     scope = {"L": inputs, "torch": torch, "math": math}
-    return next((g for g in program.guards if not eval(_compiled(g.expression), scope)), None)
+    return next((g for g in guards if not eval(_compiled(g.expression), scope)), None)
 
 
 @lru_cache(maxsize=1024)

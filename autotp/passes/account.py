@@ -188,7 +188,7 @@ class _Accountant:
         if any(self._placement(n).kind == "S" for n in (*pair.openers, *pair.closers)):
             return "its parameters are cut along another axis"
         if any(s % tp == 0 for s in sizes.values()):
-            return "splitting it would cost more communication than it saves bytes"
+            return self._barred((*pair.openers, *pair.closers))
         named = ", ".join(
             f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
         )
@@ -262,13 +262,19 @@ class _Accountant:
     def _reason_in_pair(self, name: str, pair: AxisPair) -> str:
         home = self.found.matching.home[name]
         if any((a.size.static or 0) % self.asked.tp == 0 for a in home):
-            largest = max(_bytes(t) for t in self.whole.parameters.values())
-            least = self.asked.shard_threshold * largest
-            size = _bytes(self.whole.parameters[name])
-            if size < least:
-                return f"its {size} bytes are below the threshold of {int(least)}"
-            return "other layouts were asked for"
+            return self._barred((name,))
         return self._whole_pair(pair)
+
+    def _barred(self, names: Sequence[str]) -> str:
+        """Why parameters stay whole that could be cut evenly."""
+        largest = max(_bytes(t) for t in self.whole.parameters.values())
+        least = self.asked.shard_threshold * largest
+        size = max(_bytes(self.whole.parameters[n]) for n in names)
+        if size < least:
+            return f"its {size} bytes are below the threshold of {int(least)}"
+        if self.asked.overrides:
+            return "other layouts were asked for"
+        return "an op that reads it needs it whole, or joins it with pieces cut along another axis"
 
     def _matches(self, name: str, glob: str) -> bool:
         return self.asked.overrides[glob] == "replicated" and overridden(name, glob)

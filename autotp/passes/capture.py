@@ -35,7 +35,7 @@ from autotp.passes.capture_inputs import (
 )
 from autotp.passes.clean import clean, retarget
 from autotp.passes.functional import functionalise
-from autotp.program import Guard, Program, named_leaves
+from autotp.program import Guard, Program, broken, named_leaves
 
 __all__ = ["capture", "example_inputs", "retarget"]
 
@@ -134,9 +134,11 @@ def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
             program = _export(call, axes, free)
         except Exception as error:  # noqa: BLE001 torch.export raises any type; the last one is raised
             failures.append(error)
-        else:
-            reason = _short(failures[0]) if failures else ""
-            return _Export(program, free, reason)
+            continue
+        guard = broken(_guards(program), call.given)
+        if guard is None:
+            return _Export(program, free, _short(failures[0]) if failures else "")
+        failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
     raise CaptureError(_explained(call.model, failures[-1])) from failures[-1]
 
 
@@ -246,22 +248,42 @@ def _short(error: Exception) -> str:
 def _explained(model: nn.Module, error: Exception) -> str:
     return (
         f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: "
-        f"{_short(error)}. If the model runs with these inputs, rewrite that line so that no "
-        "Python branch or shape depends on a tensor's values."
+        f"{_short(error)}. {_advice(model, error)}"
+    )
+
+
+def _advice(model: nn.Module, error: Exception) -> str:
+    root = next(_chain(error))
+    raised = traceback.extract_tb(root.__traceback__)[-1:]
+    if any(frame.filename in _files(model) for frame in raised):
+        return "The model's own code raises that: check the inputs."
+    if "in output, which is not a known type" in str(error):
+        return (
+            "A graph returns tensors and numbers, also in tuples, lists and dicts. Ask the model "
+            "for such outputs: use_cache=False where it returns a cache."
+        )
+    return (
+        "If the model runs with these inputs, rewrite that line so that no Python branch or shape "
+        "depends on a tensor's values."
     )
 
 
 def _line(model: nn.Module, error: BaseException) -> str:
     """Where the model's code was when `error` was raised: ` (file:line, in function: code)`."""
-    modules = {type(m).__module__ for m in model.modules()}
-    files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
-    own = {f for f in files if f and not f.startswith(TORCH)}
+    own = _files(model)
     frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__)]
     inside = [f for f in frames if f.filename in own]
     if not inside:
         return ""
     last = inside[-1]
     return f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
+
+
+def _files(model: nn.Module) -> set[str]:
+    """The source files of the model's modules, without torch's."""
+    modules = {type(m).__module__ for m in model.modules()}
+    files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
+    return {f for f in files if f and not f.startswith(TORCH)}
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
