@@ -196,7 +196,7 @@ class ShardedModel(Baked):
             found = self._find(key, inputs)
             if found is None:
                 # a compiler that falls back to eager code here must not trace what captures
-                make = torch.compiler.disable(self.sharded_state.make_variant)
+                make = cast("MakeVariant", torch.compiler.disable(self.sharded_state.make_variant))
                 make(self, self.sharded_signature.spelled(inputs))
                 found = self._find(key, inputs)
         if found is None:
