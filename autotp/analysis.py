@@ -5,6 +5,7 @@ The verbs that make them are in `passes/`, one a file; stages know each other on
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import TypeAlias, cast
 
 import torch
@@ -120,14 +121,21 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """One collective as written: primitive, phase, where, and the whole (unsplit) value it
-    moves.
+    """One collective as written: what runs, phase, where, and the whole (unsplit) values it moves.
+
+    - `shares`: for each value, how many of its bytes move: a part of it, or more where uneven parts
+      are padded.
+    - `ranks`, `stride`: of the sub-groups it runs in: every `stride`-th of `ranks * stride`
+      consecutive ranks; 0 is the whole group.
     """
 
     kind: str
     phase: str
     where: str
     metas: tuple[torch.Tensor, ...]
+    shares: tuple[Fraction, ...] = ()
+    ranks: int = 0
+    stride: int = 1
 
 
 def source_of(node: fx.Node) -> Value:

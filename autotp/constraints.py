@@ -6,6 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from autotp.analysis import Analysis, Matching
+from autotp.core.axis import Atom
+from autotp.core.partition import Partition
 from autotp.core.placement import Placement
 from autotp.core.plan import Plan
 from autotp.errors import PlanError
@@ -76,13 +78,12 @@ class AsPlanned:
     def __call__(self, placement: Placement) -> bool:
         """Whether `placement` cuts the parameter as the plan does."""
         record, forest = self.plan.parameters[self.name], self.analysis.forest
-        if placement.kind != "S":
+        if not placement.is_split:
             return record.dim is None
         if placement.dim != record.dim:
             return False
         dims = self.analysis.dims[(self.analysis.parameters[self.name], 0)]
-        atom = forest.find(forest.atoms[int(placement.axis[1:])])
-        split = forest.split(dims[placement.dim], atom)
+        split = forest.split(dims[placement.dim], Partition.of(placement.axis))
         return split is not None and split.encode() == record.split
 
     def refusal(self, possible: Sequence[Placement]) -> str:
@@ -121,32 +122,43 @@ class AsAsked:
         )
 
     def _reason(self) -> str:
-        sizes = sorted({size for placement, size in self._cuts() if self(placement)})
-        if not sizes:
+        axes = [axis for placement, axis in self._cuts() if self(placement)]
+        if not axes:
             return _NO_SUCH_DIM[self.layout]
-        fitting = sorted({n for size in sizes for n in range(2, size + 1) if size % n == 0})
-        axis = f"its axis of {_either(sizes)}"
+        sizes = sorted({self._units(axis) for axis in axes})
+        named = f"its axis of {_either(sizes)}"
+        fitting = sorted({n for axis in axes for n in self._fitting(axis)})
         if self.tp in fitting:
-            return f"no op that reads it can run on parts of {axis}"
+            return f"no op that reads it can run on parts of {named}"
         numbers = ", ".join(map(str, fitting[:12]))
-        return f"{axis} is not divisible by {self.tp}; tp sizes that divide it: {numbers}"
+        return f"{named} has no parts for {self.tp} ranks; tp sizes that split it: {numbers}"
 
-    def _cuts(self) -> Iterator[tuple[Placement, int]]:
-        """Every cut of the parameter along one of its axes, with the axis' size, at any tp."""
+    def _fitting(self, axis: Atom) -> Iterator[int]:
+        """The tp sizes that an axis can be cut for: up to its size in a pair, else its divisors."""
+        size = self._units(axis)
+        paired = any(axis in pair.axes for pair in self.layouts.matching.pairs)
+        return (n for n in range(2, size + 1) if paired or size % n == 0)
+
+    def _units(self, axis: Atom) -> int:
+        return axis.size.static or 0
+
+    def _cuts(self) -> Iterator[tuple[Placement, Atom]]:
+        """Every cut of the parameter along one of its axes, at any tp."""
         analysis = self.layouts.analysis
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
             for axis in analysis.forest.leaves(dim):
-                size = axis.size.static
-                if size is not None and size > 1 and not axis.data:
-                    yield Placement("S", number, axis.name), size
+                if self._units(axis) > 1 and not axis.data:
+                    yield Placement("S", number, axis.name), axis
 
     def _offers(self, possible: Sequence[Placement]) -> list[str]:
-        sizes = dict(self._cuts())
+        forest = self.layouts.analysis.forest
         axes: dict[tuple[str, int], set[int]] = {}
         for placement in possible:
-            if placement.kind == "S":
+            if placement.is_split:
                 cut = self.layouts.of(self.name, placement), placement.dim
-                axes.setdefault(cut, set()).add(sizes[placement])
+                parts = Partition.of(placement.axis).parts
+                sizes = [self._units(forest.named(p.axis)) for p in parts]
+                axes.setdefault(cut, set()).update(sizes)
         cuts = (
             f"{of} (dim {dim}, its axis of {_either(found)})" for (of, dim), found in axes.items()
         )

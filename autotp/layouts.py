@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from autotp.analysis import Analysis, Matching, Use, Value
+from autotp.core.partition import Partition
 from autotp.core.placement import Placement
 
 __all__ = ["LAYOUTS", "Layouts", "overridden"]
@@ -34,18 +35,19 @@ class Layouts:
         """The layout of parameter `name` in `placement`."""
         if name not in self.analysis.parameters:
             return "replicated"
-        if placement.kind != "S":
+        if not placement.is_split:
             return "norm" if self.is_norm(name) else "replicated"
         pair = self.matching.pair_of.get(name)
-        if pair is not None and pair.vocabulary and placement.axis in {a.name for a in pair.axes}:
+        axes = Partition.of(placement.axis).axes
+        if pair is not None and pair.vocabulary and {a.name for a in pair.axes} & set(axes):
             return "vocabulary"
-        return "row" if self._contracted(name, placement.axis) else "column"
+        return "row" if self._contracted(name, axes) else "column"
 
     def fits(self, name: str, placement: Placement, layout: str) -> bool:
         """Whether `placement` is what an override that asks for `layout` may mean."""
-        if placement.kind != "S":
+        if not placement.is_split:
             return layout == "replicated"
-        contracted = self._contracted(name, placement.axis)
+        contracted = self._contracted(name, Partition.of(placement.axis).axes)
         plain = "row" if contracted else "column"  # a head along the vocabulary is column-parallel
         return layout in (plain, self.of(name, placement))
 
@@ -73,11 +75,11 @@ class Layouts:
         product = self.analysis.uses.get(use.operands[1 - k].value[0])
         return product is not None and any(f.kind == "reduce" for f in product.rule.factors)
 
-    def _contracted(self, name: str, axis: str) -> bool:
+    def _contracted(self, name: str, axes: tuple[str, ...]) -> bool:
         for use, k in self._readers((self.analysis.parameters[name], 0)):
             for factor in use.rule.factors:
                 leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}
-                if axis in leaves and any(s == k for s, _ in factor.slots):
+                if leaves.intersection(axes) and any(s == k for s, _ in factor.slots):
                     return factor.kind == "reduce"
         return False
 

@@ -32,6 +32,7 @@ from autotp.core.trace import Trace
 from autotp.dump import graph_json
 from autotp.errors import PlanError, WeightsError
 from autotp.models import load
+from autotp.offers import offered
 from autotp.options import Keywords, Options
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.analyse import analyse
@@ -179,21 +180,28 @@ def dry_run(
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """One variant, planned and rewritten."""
+    """One variant, planned and rewritten.
+
+    - `rewrite`: writes the graph of a rank.
+    """
 
     plan: Plan
     posed: Posed
     solution: Solution
     decision: Decision
+    rewrite: Callable[[int], Rewritten]
     rewritten: Rewritten
-    outlined: dict[torch.device, Outlined] = field(default_factory=dict[torch.device, Outlined])
+    outlined: dict[object, Outlined] = field(default_factory=dict[object, Outlined])
 
-    def layers(self, device: torch.device) -> Outlined:
-        """The rewritten graph in layers, for `device`; made once, the same for every rank."""
-        if device not in self.outlined:
-            retarget(self.rewritten.graph, device)
-            self.outlined[device] = outline(self.rewritten.graph)
-        return self.outlined[device]
+    def layers(self, device: torch.device, rank: int) -> Outlined:
+        """A rank's graph in layers, for `device`; where all parts are even, the same for all."""
+        graph_of = rank if self.rewritten.uneven else 0
+        key = (device, graph_of)
+        if key not in self.outlined:
+            graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
+            retarget(graph, device)
+            self.outlined[key] = outline(graph)
+        return self.outlined[key]
 
 
 class _Work:
@@ -240,16 +248,25 @@ class _Work:
             self.options.shard_threshold,
             self._allowed(tp),
             everything,
+            offered(self.analysis, self.matching, tp),
         )
         return pose(self.analysis, self.matching, terms)
 
     def made_of(self, posed: Posed, solution: Solution, tp: int, group: str) -> Made:
         """The variant rewritten as any legal `solution` says, checked."""
         decision = decide(posed, solution)
-        target = Target(tp, group, self.training, self.options.reduce())
-        rewritten = rewrite(self.analysis, decision, target)
+
+        def rewrite_for(rank: int) -> Rewritten:
+            reduced = self.options.reduce()
+            target = Target(tp, group, self.training, reduced, rank)
+            return self._checked(rewrite(self.analysis, decision, target), decision, tp)
+
+        rewritten = rewrite_for(0)
         found = Found(self.analysis, self.matching, decision, solution, rewritten.collectives)
         drawn = account(self.whole, found, self.pricing, self._asked(tp))
+        return Made(drawn, posed, solution, decision, rewrite_for, rewritten)
+
+    def _checked(self, rewritten: Rewritten, decision: Decision, tp: int) -> Rewritten:
         check(
             rewritten.graph,
             rewritten.values,
@@ -257,8 +274,9 @@ class _Work:
             self.analysis,
             decision,
             training=self.training,
+            tp=tp,
         )
-        return Made(drawn, posed, solution, decision, rewritten)
+        return rewritten
 
     def built(self, made: Made, where: Group, named: torch.device | None = None) -> ShardedModel:
         """One rank's model around its shards; its graph names the device `named`, if given."""
@@ -272,7 +290,9 @@ class _Work:
             make_variant=self._maker(where, made.plan, device),
             imagined=where.size > 1 and not exists(where.name),
         )
-        tree.add_variant(self._key(), self.program, made.layers(named or device), made.plan)
+        tree.add_variant(
+            self._key(), self.program, made.layers(named or device, where.rank), made.plan
+        )
         return tree
 
     def _shards(
@@ -298,7 +318,9 @@ class _Work:
             bare.train(sharded.training)
             work = _Work(bare, options, _valueless(inputs, _device(bare)))
             made = work.made(where.size, where.name)
-            sharded.add_variant(work._key(), work.program, made.layers(device), made.plan)
+            sharded.add_variant(
+                work._key(), work.program, made.layers(device, where.rank), made.plan
+            )
 
         return make
 

@@ -18,9 +18,12 @@ Constraints:
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
+from itertools import groupby
 
+from autotp.core.partition import Partition
 from autotp.core.size import ONE, Size, product
-from autotp.core.split import Segment, Split
+from autotp.core.split import Extent, Segment, Split
 
 __all__ = ["Atom", "Dim", "Forest"]
 
@@ -289,49 +292,74 @@ class Forest:
 
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
-    def covers(self, dim: Dim, axis: Atom) -> bool:
-        """Whether every segment of `dim` contains `axis`."""
-        return any(
-            atom is axis
-            or (
-                atom.segments is not None and all(self.covers(s, axis) for s in self.sections(atom))
-            )
-            for atom in self.flat(dim)
-        )
-
     def contains(self, dim: Dim, axis: Atom) -> bool:
         """Whether some segment of `dim` contains `axis`."""
         return any(leaf is axis for leaf in self.leaves(dim))
 
-    def split(self, dim: Dim, axis: Atom) -> Split | None:
-        """How `dim` is cut along `axis`; None if it is absent, ambiguous or beyond a Split's
-        form.
+    def named(self, name: str) -> Atom:
+        """The axis called `name`."""
+        return self.find(self.atoms[int(name[1:])])
+
+    def present(self, dims: Iterable[Dim], partition: Partition) -> Partition:
+        """`partition` restricted to the axes that some of `dims` contain."""
+        leaves = {leaf.name for dim in dims for leaf in self.leaves(dim)}
+        return partition.among(leaves)
+
+    def padding(self, partition: Partition, tp: int) -> Fraction:
+        """The longest of `tp` parts of a partition times their number, over the whole."""
+        ratio = Fraction(1)
+        for part in partition.parts:
+            size, parts = self.named(part.axis).size.coefficient, part.parts or tp
+            ratio *= Fraction(-(-size // parts) * parts, size)
+        return ratio
+
+    def split(self, dim: Dim, partition: Partition) -> Split | None:
+        """How `dim` is cut; None if no axis is there, one is twice, or a Split has no such form.
+
+        Constraints: an axis has a static size.
         """
         flat = self.flat(dim)
-        holders = [i for i, atom in enumerate(flat) if self.contains((atom,), axis)]
-        if len(holders) != 1:
+        holders = [a for a in flat if self.present(((a,),), partition).parts]
+        sums = [a for a in holders if a.segments is not None]
+        if not holders or len(set(holders)) != len(holders) or (sums and len(holders) > 1):
             return None
-        at = holders[0]
+        if not sums:
+            extents = self._extents(flat, partition)
+            return None if extents is None else Split(1, (Segment(extents),))
+        at = flat.index(sums[0])
         before, after = self.size(flat[:at]), self.size(flat[at + 1 :])
-        if flat[at] is axis:
-            return _single(before, axis, after)
-        return self._split_sections(flat[at], axis, before.static, after.static)
+        return self._split_sections(sums[0], partition, before.static, after.static)
+
+    def _extents(self, flat: Dim, partition: Partition) -> tuple[Extent, ...] | None:
+        """A product without sums: its cut axes, and what stands between them as one extent."""
+        extents: list[Extent] = []
+        for part, atoms in groupby(flat, lambda atom: partition.part(atom.name)):
+            size = self.size(atoms).static
+            if part is not None and size is None:
+                return None
+            number = -1 if size is None else size
+            extents.append(Extent(number, part.parts, part.stride) if part else Extent(number))
+        unknown = sum(e.size == -1 for e in extents)
+        return None if unknown > 1 else tuple(extents)
 
     def _split_sections(
-        self, atom: Atom, axis: Atom, outer: int | None, inner: int | None
+        self, atom: Atom, partition: Partition, outer: int | None, inner: int | None
     ) -> Split | None:
         if outer is None or inner is None:
             return None
+        tail = () if inner == 1 else (Extent(inner),)
         segments: list[Segment] = []
         for section in self.sections(atom):
             length = self.size(section).static
-            if not self.contains(section, axis):
-                segments.append(Segment(1, 0, (length or 0) * inner))
-                continue
-            cut = self.split(section, axis)
-            if cut is None or any(-1 in (s.outer, s.inner) for s in cut.segments):
+            if length is None:
                 return None
-            deeper = [Segment(s.outer, s.axis, s.inner * inner) for s in cut.segments]
+            if not self.present((section,), partition).parts:
+                segments.append(Segment((Extent(length * inner),)))
+                continue
+            cut = self.split(section, partition)
+            if cut is None or not cut.is_known:
+                return None
+            deeper = [Segment((*s.extents, *tail)) for s in cut.segments]
             segments.extend(deeper * cut.outer)
         return Split(outer, tuple(segments))
 
@@ -343,15 +371,6 @@ class Forest:
         if atom.segments is not None:
             return "(" + " + ".join(self.text(s, names) for s in self.sections(atom)) + ")"
         return names.get(atom, str(atom.size))
-
-
-def _single(before: Size, axis: Atom, after: Size) -> Split | None:
-    outer = -1 if before.static is None else before.static
-    inner = -1 if after.static is None else after.static
-    size = axis.size.static
-    return (
-        None if size is None or outer == inner == -1 else Split(1, (Segment(outer, size, inner),))
-    )
 
 
 def _offsets(forest: Forest, atom: Atom) -> list[int]:

@@ -6,9 +6,13 @@ A placement says what each rank holds of a value *and* of its gradient:
     R~   replicated forward, gradient partial: what a value becomes when sharded consumers read it
     P    partial sum forward, gradient replicated
     S    split: dim `dim` is cut along axis `axis`, forward and gradient
+    S~   split, but several ranks hold copies of some elements, and the gradients of the copies are
+         partial: key-value heads fewer than ranks, or a segment of a fused dim without the axis
+    SS   split along two axes that stand in two dims; `dim` is the first
 
-Without gradients R~ equals R. A placement names dim *and* axis: a `[hidden, hidden]` weight has one
-axis in two dims, a fused QKV weight has several axes in one.
+Without gradients R~ equals R, and S~ equals S. A placement names dim *and* axis: a `[hidden,
+hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. What is cut
+may be more than one axis: `axis` is a `core.partition.Partition` as text, nearly always of one.
 """
 
 from dataclasses import dataclass
@@ -22,11 +26,10 @@ __all__ = [
     "Conversion",
     "Kind",
     "Placement",
-    "Sharding",
     "split",
 ]
 
-Kind: TypeAlias = Literal["R", "R~", "P", "S"]
+Kind: TypeAlias = Literal["R", "R~", "P", "S", "S~", "SS"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -34,20 +37,22 @@ class Placement:
     """The placement of one value over one (sub-)group.
 
     Constraints:
-    - `dim` and `axis` are set exactly when `kind` is "S".
+    - `dim` and `axis` are set exactly when the value is split.
     """
 
     kind: Kind
     dim: int = -1
     axis: str = ""
 
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks hold parts."""
+        return self.kind in ("S", "S~", "SS")
+
     def __str__(self) -> str:
         """The notation of the documentation, e.g. `S(0, heads)`."""
-        return f"S({self.dim}, {self.axis})" if self.kind == "S" else self.kind
+        return f"{self.kind}({self.dim}, {self.axis})" if self.is_split else self.kind
 
-
-Sharding: TypeAlias = tuple[Placement, ...]
-"""One placement a sub-group of the tensor-parallel group; today there is one group, so length 1."""
 
 REPLICATED = Placement("R")
 SHARED = Placement("R~")
@@ -68,6 +73,8 @@ Primitive: TypeAlias = Literal[
     "slice",
     "pad",
     "keep_first",
+    "slice_first",
+    "pad_reduce",
 ]
 
 
@@ -77,7 +84,8 @@ class Conversion:
 
     `op` is the name in the `torch.ops.autotp` namespace; `forward` and `backward` are primitives:
     slice takes this rank's part, pad puts it back among zeros, keep_first keeps the value on rank 0
-    and zero elsewhere.
+    and zero elsewhere, slice_first does both for what is held in copies, pad_reduce is pad and then
+    an all-reduce.
     """
 
     op: str
@@ -97,6 +105,9 @@ CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
     ("S", "R"): Conversion("gather", "all_gather", "slice"),
     ("S", "R~"): Conversion("gather_copy", "all_gather", "reduce_scatter"),
     ("S", "S"): Conversion("exchange", "all_to_all", "all_to_all"),
+    ("R", "S~"): Conversion("scatter_copies", "slice", "pad_reduce"),
+    ("R~", "S~"): Conversion("scatter_partial", "slice", "pad"),
+    ("S~", "R"): Conversion("gather_copies", "all_gather", "slice_first"),
 }
 """Every legal change of placement, by kinds (forward / backward). Absent pairs are forbidden:
 S to P would be padding with zeros, which a solver exploits; R to P serves biases only."""

@@ -11,7 +11,7 @@ from typing import Final
 
 from autotp.core import describe
 from autotp.core.document import content_hash, from_text, to_text
-from autotp.core.placement import Sharding
+from autotp.core.placement import Placement
 from autotp.core.record import RecordError
 from autotp.errors import PlanError
 
@@ -54,7 +54,7 @@ class ParameterRecord:
     bytes: int
     split: tuple[int, ...]
     shards: tuple[Shard, ...]
-    placement: Sharding
+    placement: tuple[Placement, ...]
     reason: str = ""
     gradient_partial: bool = False
     tied: tuple[str, ...] = ()

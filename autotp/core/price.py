@@ -5,20 +5,31 @@ solver prices edges with it and the rewriter asks it again which conversions wer
 must agree.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from typing import TypeAlias
 
 from autotp.core.cost import time_ps
 from autotp.core.machine import Machine
 from autotp.core.placement import CONVERSIONS, Placement
 
-__all__ = ["COLLECTIVES", "Cost", "Delivered", "Prices", "primitives"]
+__all__ = ["COLLECTIVES", "Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
 
 Cost: TypeAlias = tuple[int, int, int, int]
 Delivered: TypeAlias = tuple[Placement, ...]
 """One or two placements that a value with several readers is brought to."""
 
-COLLECTIVES = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "all_to_all": "all_to_all",
+    "pad_reduce": "all_reduce",
+}
+"""Primitives that communicate, and what each runs."""
+
 _FREE: Cost = (0, 0, 0, 0)
 _NEVER: Cost = (1, 0, 0, 0)
 
@@ -46,7 +57,7 @@ def primitives(
     """
     if source == target:
         return "identity", "identity"
-    if source.kind == target.kind == "S" and source.dim == target.dim:
+    if source.kind == target.kind and source.dim == target.dim:
         return None  # two axes of one dim: gathered first
     conversion = CONVERSIONS.get((source.kind, target.kind))
     if conversion is None or (target.kind == "P" and not keep):
@@ -60,8 +71,16 @@ def primitives(
 
 def _weight_may(source: Placement, target: Placement, *, training: bool) -> bool:
     """Whether a weight may change so: no collective forward or backward, outside the bucket."""
-    pairs = {("R", "P"), ("R~", "R"), ("R~", "S")}
+    pairs = {("R", "P"), ("R~", "R"), ("R~", "S"), ("R~", "S~")}
     return (source.kind, target.kind) in (pairs if training else pairs | {("R", "S")})
+
+
+def moved_bytes(kind: str, size: int, tp: int, padding: Fraction) -> int:
+    """The largest tensor on a rank when a collective moves a value of `size` bytes."""
+    if kind == "all_reduce":
+        return size
+    padded = ceil(size * padding)
+    return padded // tp if kind == "all_to_all" else padded
 
 
 @dataclass(slots=True)
@@ -69,6 +88,8 @@ class Prices:
     """Costs of conversions of one value of `size` bytes.
 
     - `flows`: a gradient flows through it; `weight`: it is computed from parameters alone.
+    - `padding`: how many bytes ranks exchange a byte of a value cut so; more than 1 where parts are
+      uneven, since collectives move parts of one length.
     """
 
     size: int
@@ -78,6 +99,7 @@ class Prices:
     tp: int
     machine: Machine
     everything: bool = False
+    padding: Callable[[Placement], Fraction] = lambda _: Fraction(1)
     cache: dict[tuple[Placement, Placement, bool], Cost] = field(
         default_factory=dict[tuple[Placement, Placement, bool], Cost]
     )
@@ -104,13 +126,16 @@ class Prices:
         if steps is None:
             return _NEVER
         run = [
-            s for s in (steps if self.flows and self.training else steps[:1]) if s in COLLECTIVES
+            COLLECTIVES[s]
+            for s in (steps if self.flows and self.training else steps[:1])
+            if s in COLLECTIVES
         ]
-        return 0, sum(self._time(s) for s in run), len(run), 1
+        cut = source if source.is_split else target
+        return 0, sum(self._time(kind, cut) for kind in run), len(run), 1
 
-    def _time(self, kind: str) -> int:
-        payload = self.size // self.tp if kind == "all_to_all" else self.size
-        return time_ps(kind, payload, self.tp, self.machine)
+    def _time(self, kind: str, cut: Placement) -> int:
+        size = moved_bytes(kind, self.size, self.tp, self.padding(cut))
+        return time_ps(kind, size, self.tp, self.machine)
 
     def tree(self, source: Placement, targets: Delivered) -> Cost:
         """The cost of the cheapest way to have every one of `targets`."""

@@ -14,10 +14,13 @@ R~ in training, R without gradients.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 from autotp.core.axis import Atom, Dim, Forest
-from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement, split
-from autotp.core.rule import Factor, NodeRule
+from autotp.core.partition import Offers, Part, Partition
+from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement
+from autotp.core.rule import Factor, NodeRule, Slot
+from autotp.core.split import Split
 
 __all__ = ["Facts", "Strategy", "strategies"]
 
@@ -51,16 +54,21 @@ class Facts:
 
 
 def strategies(
-    rule: NodeRule, facts: Facts, forest: Forest, tp: int, *, training: bool
+    rule: NodeRule,
+    facts: Facts,
+    forest: Forest,
+    tp: int,
+    *,
+    training: bool,
+    offers: Offers = Offers(),  # noqa: B008  immutable
 ) -> tuple[Strategy, ...]:
     """Every strategy of one node at group size `tp`, in a fixed order.
 
-    Constraints: a split axis is static, no data size, divisible by `tp`. Every segment of a
-    contracted dim must have it (*cover*: a segment without it is whole on every rank, and would be
-    summed `tp` times); in training every segment of every dim that has it (else the gradient of the
-    node's input is whole for one segment and partial for another).
+    Constraints: a split axis is static, no data size, and divisible by `tp` or offered otherwise. A
+    contracted dim must be cut in every segment, without copies (what is whole on every rank would
+    be summed `tp` times).
     """
-    maker = _Maker(rule, facts, forest, tp, training)
+    maker = _Maker(rule, facts, forest, tp, training, offers)
     return tuple(maker.all())
 
 
@@ -71,56 +79,113 @@ class _Maker:
     forest: Forest
     tp: int
     training: bool
+    offers: Offers
 
     def all(self) -> Iterator[Strategy]:
         count, results = len(self.facts.operands), len(self.rule.results)
         yield Strategy("replicated", (REPLICATED,) * count, (REPLICATED,) * results)
         if not self.rule.ruled or self.tp == 1:
             return
-        for number, factor in enumerate(self.rule.factors):
-            for axis in dict.fromkeys(self.forest.leaves(factor.dim)):
-                strategy = self.split(number, factor, axis)
-                if strategy is not None:
-                    yield strategy
+        for number, partition in self.partitions():
+            strategy = self.split(number, partition)
+            if strategy is not None:
+                yield strategy
         yield from self.passing()
+
+    def partitions(self) -> Iterator[tuple[int, Partition]]:
+        """What may be cut, with the number of the first factor that has it."""
+        joint = dict.fromkeys(self.offers.joint)
+        for number, factor in enumerate(self.rule.factors):
+            leaves = dict.fromkeys(self.forest.leaves(factor.dim))
+            for axis in leaves:
+                if self._divides(axis):
+                    yield number, Partition((Part(axis.name),))
+            names = {leaf.name for leaf in leaves}
+            for partition in [p for p in joint if not names.isdisjoint(p.axes)]:
+                del joint[partition]
+                yield number, partition
+
+    def _divides(self, axis: Atom) -> bool:
+        size = axis.size.static
+        if axis.data or size is None:
+            return False
+        return size % self.tp == 0 or (size >= self.tp and axis.name in self.offers.uneven)
 
     def lacking(self, operand: int) -> Placement:
         """The placement of an operand that receives a partial gradient."""
         partial = self.training and operand in self.facts.differentiable
         return SHARED if partial else REPLICATED
 
-    def split(self, number: int, factor: Factor, axis: Atom) -> Strategy | None:
-        """The strategy that cuts `axis` of `factor`, or None if it is illegal."""
-        size = axis.size.static
-        if factor.kind == "whole" or axis.data or size is None or size % self.tp:
+    def split(self, number: int, partition: Partition) -> Strategy | None:
+        """The strategy that cuts `partition` in factor `number`, or None if it is illegal."""
+        touched = self._touched(number, partition)
+        reduced = [f for f in touched if f.kind == "reduce"]
+        if any(f.kind == "whole" for f in touched) or (reduced and len(touched) > 1):
             return None
-        covered = self.training or factor.kind == "reduce"
-        operands = [self.lacking(k) for k in range(len(self.facts.operands))]
-        results = [REPLICATED for _ in self.rule.results]
-        for slot, dim in factor.slots:
-            dims = self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]
-            if not self.forest.contains(dims[dim], axis):
-                if covered:
-                    return None
-                continue
-            if not self._cuts(dims[dim], axis, covered=covered, block=factor.block):
-                return None
-            (operands if slot >= 0 else results)[slot if slot >= 0 else ~slot] = split(
-                dim, axis.name
-            )
-        if factor.kind == "reduce":
-            if not self.facts.floating:
-                return None
+        if reduced and not (self.facts.floating and self._contracts(reduced[0], partition)):
+            return None
+        if any(f.block and not self._in_blocks(f, partition) for f in touched):
+            return None
+        slots = {slot for f in touched for slot in f.slots}
+        operands = [self._placed(k, slots, partition) for k in range(len(self.facts.operands))]
+        results = [self._placed(~r, slots, partition) for r in range(len(self.rule.results))]
+        if None in operands or None in results:
+            return None
+        for k in self.rule.bias if reduced else ():
+            operands[k] = PARTIAL
+        if reduced:
             results = [PARTIAL for _ in results]
-            for k in self.rule.bias:
-                operands[k] = PARTIAL
-        return Strategy(f"{number}:{axis.name}", tuple(operands), tuple(results), axis.name)
+        label = f"{number}:{partition}"
+        made = tuple(p for p in operands if p), tuple(p for p in results if p)
+        return Strategy(label, *made, str(partition))
 
-    def _cuts(self, dim: Dim, axis: Atom, *, covered: bool, block: bool) -> bool:
-        if covered and not self.forest.covers(dim, axis):
-            return False
-        cut = self.forest.split(dim, axis)
-        return cut is not None and (cut.is_block or not block)
+    def _touched(self, number: int, partition: Partition) -> list[Factor]:
+        """Factor `number`, and those with the axes that it lacks."""
+        first = self.rule.factors[number]
+        rest = partition.without(self.forest.present((first.dim,), partition).axes)
+        others = [f for f in self.rule.factors if f is not first and self._has(f.dim, rest)]
+        return [first, *others]
+
+    def _has(self, dim: Dim, partition: Partition) -> bool:
+        return bool(partition.parts) and bool(self.forest.present((dim,), partition).parts)
+
+    def _cuts(self, factor: Factor, partition: Partition) -> Iterator[Split | None]:
+        """The cut of each dim of `factor`; None for a dim that cannot be."""
+        for slot, dim in factor.slots:
+            yield self.forest.split(self._dims(slot)[dim], partition)
+
+    def _contracts(self, factor: Factor, partition: Partition) -> bool:
+        """Whether the ranks' sums over `factor` are disjoint and together complete."""
+        cuts = self._cuts(factor, partition)
+        return all(cut is not None and cut.is_exact(self.tp) for cut in cuts)
+
+    def _in_blocks(self, factor: Factor, partition: Partition) -> bool:
+        return all(cut is None or cut.is_block(self.tp) for cut in self._cuts(factor, partition))
+
+    def _dims(self, slot: int) -> tuple[Dim, ...]:
+        return self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]
+
+    def _placed(self, slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
+        """Where an operand or result lies; None: nowhere."""
+        dims = self._dims(slot)
+        cut = [d for d, dim in enumerate(dims) if (slot, d) in slots and self._has(dim, partition)]
+        if not cut:
+            return self._lacking(slot)
+        here = self.forest.present([dims[d] for d in cut], partition)
+        splits = [self.forest.split(dims[d], here) for d in cut]
+        if any(s is None for s in splits) or len(cut) > 2:
+            return None
+        if len(cut) == 2:
+            apart = len(here.parts) == 2 and prod(p.parts for p in here.parts) == self.tp
+            return Placement("SS", cut[0], str(here)) if apart else None
+        copied = any(not s.is_exact(self.tp) for s in splits if s)
+        return Placement("S~" if copied and self.training else "S", cut[0], str(here))
+
+    def _lacking(self, slot: int) -> Placement:
+        """Where a value without the axes lies: its gradient is partial."""
+        if slot >= 0:
+            return self.lacking(slot)
+        return SHARED if self.training and self.facts.flows else REPLICATED
 
     def passing(self) -> Iterator[Strategy]:
         """P passed through linear sets, and R~ passed."""

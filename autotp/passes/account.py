@@ -7,18 +7,22 @@ what stays whole and why.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil, prod
 
 import torch
 
 from autotp.analysis import Analysis, AxisPair, Decision, Emitted, Matching
-from autotp.core.axis import Atom
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
 from autotp.core.machine import Machine
+from autotp.core.partition import Part, Partition
 from autotp.core.placement import REPLICATED, Placement
 from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.core.price import moved_bytes
 from autotp.core.problem import LEVELS, Solution
-from autotp.core.split import Split
+from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts, overridden
+from autotp.offers import factored
 from autotp.sizes import Pricing
 from autotp.whole import Whole, fingerprint
 
@@ -79,7 +83,7 @@ class _Accountant:
         asked, solution = self.asked, self.found.solution
         parameters = {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
         total = sum(p.bytes for p in parameters.values())
-        held = sum(p.bytes for p in parameters.values() if p.dim is None)
+        held = sum(_held_whole(p) for p in parameters.values())
         fraction = held / total if total else 0.0
         unruled = tuple(f"{n.target} at {_path(n)}" for n in self.analysis.unruled)
         program = self.analysis.program
@@ -139,61 +143,85 @@ class _Accountant:
         }
 
     def _pair(self, pair: AxisPair) -> Pair:
-        axis, split = self._pair_axis(pair)
-        size = axis.size.static or 0
+        cut = self._pair_cut(pair)
         tp, module = self.asked.tp, _module((*pair.openers, *pair.closers))
-        names = {axis: "hidden"} if split and axis not in pair.axes else dict[Atom, str]()
+        axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
+        names = {a: "hidden" for a in axes if a not in pair.axes}
         names |= {a: self.names[a.name].rpartition(".")[2] for a in pair.axes}
         opener = self.analysis.parameters[pair.openers[0]]
         expression = next(
             self.forest.text(d, names)
             for d in self.analysis.dims[(opener, 0)]
-            if any(self.forest.contains(d, a) for a in ((axis,) if split else pair.axes))
+            if any(self.forest.contains(d, a) for a in (axes if cut.parts else pair.axes))
         )
+        partition = cut if cut.parts else Partition((Part(axes[0].name, 1),))
+        named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
         return Pair(
             role=pair.role.name,
-            axis=self.names.get(axis.name, f"{module}.hidden" if module else "hidden"),
-            size=size,
-            local_sizes=(size // tp,) * tp if split else (size,) * tp,
+            axis=self._axis_name(str(cut)) if len(cut.parts) > 1 else named,
+            size=prod(a.size.static or 0 for a in axes),
+            local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
             openers=pair.openers,
             closers=pair.closers,
             expression=expression,
             module=module,
-            split=split,
-            note="" if split else self._whole_pair(pair),
+            split=bool(cut.parts),
+            note=self._copies(cut) if cut.parts else self._whole_pair(pair),
         )
 
-    def _pair_axis(self, pair: AxisPair) -> tuple[Atom, bool]:
-        """The axis that most of the pair's bytes are split along, and whether any are.
+    def _local_size(self, cut: Partition, rank: int) -> int:
+        """The units of all its axes that a rank has."""
+        tp = self.asked.tp
+        sizes = [(self.forest.named(p.axis).size.coefficient, p) for p in cut.parts]
+        return prod(Extent(n, p.parts, p.stride).part(rank, tp)[1] for n, p in sizes)
+
+    def _copies(self, cut: Partition) -> str:
+        """What a factored group means for its axes, in words."""
+        told = [p for p in cut.parts if p.parts]
+        return "; ".join(
+            f"{self.names[p.axis].rpartition('.')[2]} in {p.parts} parts, each on "
+            f"{self.asked.tp // p.parts} ranks"
+            for p in told
+        )
+
+    def _pair_cut(self, pair: AxisPair) -> Partition:
+        """What most of the pair's bytes are split along; empty if none are.
 
         A looked-up table may be split along its other axis; else the pair's own axes alone count.
         """
         opener = self.analysis.parameters[pair.openers[0]]
         dims = self.analysis.dims[(opener, 0)] if pair.vocabulary else ()
         axes = {a.name for a in (*pair.axes, *(a for d in dims for a in self.forest.leaves(d)))}
-        weight: dict[str, int] = defaultdict(int)
+        weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
-            placement = self._placement(name)
-            if placement.axis in axes:
-                weight[placement.axis] += self.whole.parameters[name].numel()
-        if not weight:
-            return pair.axes[0], False
-        best = max(weight, key=lambda a: weight[a])
-        return self.forest.find(self.forest.atoms[int(best[1:])]), True
+            cut = Partition.of(self._placement(name).axis).among(axes)
+            if cut.parts:
+                weight[cut] += self.whole.parameters[name].numel()
+        return max(weight, key=lambda c: weight[c], default=Partition(()))
+
+    def _axis_name(self, text: str) -> str:
+        """What a partition cuts, for people: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
+        parts = Partition.of(text).parts
+        names = [self.names.get(p.axis, p.axis) for p in parts]
+        joint = "*" if any(p.parts for p in parts) else "+"
+        return joint.join([names[0], *(n.rpartition(".")[2] for n in names[1:])])
 
     def _whole_pair(self, pair: AxisPair) -> str:
         tp = self.asked.tp
         sizes = {a: a.size.static or 0 for a in pair.axes}
-        legal = sorted({d for s in sizes.values() for d in range(2, s + 1) if s % d == 0})
-        if any(self._placement(n).kind == "S" for n in (*pair.openers, *pair.closers)):
+        if any(self._placement(n).is_split for n in (*pair.openers, *pair.closers)):
             return "its parameters are cut along another axis"
-        if any(s % tp == 0 for s in sizes.values()):
+        if max(sizes.values()) >= tp:
             return self._barred((*pair.openers, *pair.closers))
         named = ", ".join(
             f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
         )
-        fit = ", ".join(str(n) for n in legal[:12]) or "none"
-        return f"{named} not divisible by tp {tp}; tp sizes that split it: {fit}"
+        most = max(n for n in range(1, prod(sizes.values()) + 1) if self._fits(pair, n))
+        return f"{named}: too few for tp {tp}; tp sizes that split it: {_up_to(most)}"
+
+    def _fits(self, pair: AxisPair, tp: int) -> bool:
+        """Whether `tp` ranks can share the pair's axes."""
+        return any((a.size.static or 0) >= tp for a in pair.axes) or bool(factored(pair, tp))
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────
 
@@ -203,35 +231,35 @@ class _Accountant:
     def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
         placement = self._placement(name)
         split = self._split(name, placement)
-        axis = self.analysis.forest.atoms[int(placement.axis[1:])] if split else None
         layout = self.layouts.of(name, placement)
+        axis = self._axis_name(placement.axis) if split else placement.axis
         return ParameterRecord(
             name=name,
             layout=layout,
             dim=placement.dim if split else None,
-            axis=self.names.get(placement.axis, placement.axis) if split else None,
-            axis_size=self.forest.find(axis).size.static if axis else None,
+            axis=axis if split else None,
+            axis_size=self._axis_size(placement.axis) if split else None,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             bytes=_bytes(tensor),
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
-            placement=(
-                Placement(
-                    placement.kind, placement.dim, self.names.get(placement.axis, placement.axis)
-                ),
-            ),
+            placement=(Placement(placement.kind, placement.dim, axis),),
             reason="" if split else self._reason(name, layout),
-            gradient_partial=placement.kind == "R~",
+            gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
 
+    def _axis_size(self, text: str) -> int:
+        parts = Partition.of(text).parts
+        sizes = [self.forest.named(p.axis).size.coefficient for p in parts]
+        return prod(sizes) if any(p.parts for p in parts) else sum(sizes)
+
     def _split(self, name: str, placement: Placement) -> Split | None:
-        if placement.kind != "S":
+        if not placement.is_split:
             return None
         dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
-        atom = self.forest.find(self.forest.atoms[int(placement.axis[1:])])
-        return self.forest.split(dims[placement.dim], atom)
+        return self.forest.split(dims[placement.dim], Partition.of(placement.axis))
 
     def _shard(
         self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
@@ -239,7 +267,7 @@ class _Accountant:
         if split is None:
             return Shard(tuple(tensor.shape), _bytes(tensor), ())
         shape = list(tensor.shape)
-        shape[placement.dim] = split.length(self.asked.tp)
+        shape[placement.dim] = split.local_length(rank, self.asked.tp)
         size = _bytes(tensor) // tensor.shape[placement.dim] * shape[placement.dim]
         return Shard(tuple(shape), size, tuple(split.ranges(rank, self.asked.tp)))
 
@@ -261,7 +289,7 @@ class _Accountant:
 
     def _reason_in_pair(self, name: str, pair: AxisPair) -> str:
         home = self.found.matching.home[name]
-        if any((a.size.static or 0) % self.asked.tp == 0 for a in home):
+        if any((a.size.static or 0) >= self.asked.tp for a in home):
             return self._barred((name,))
         return self._whole_pair(pair)
 
@@ -287,16 +315,22 @@ class _Accountant:
         return tuple(self._collective(c) for c in [*forward, *reversed(backward)])
 
     def _collective(self, run: Emitted) -> CollectiveRecord:
-        tp = self.asked.tp
-        payload = sum(self.pricing.bytes(m) for m in run.metas)
-        payload = payload // tp if run.kind == "all_to_all" else payload
+        ranks = run.ranks or self.asked.tp
+        shares = run.shares or (Fraction(1),) * len(run.metas)
+        payload = sum(
+            moved_bytes(run.kind, self.pricing.bytes(m), ranks, share)
+            if run.kind != "all_reduce"
+            else ceil(self.pricing.bytes(m) * share)
+            for m, share in zip(run.metas, shares, strict=True)
+        )
         return CollectiveRecord(
             kind=run.kind,
             phase=run.phase,
             where=run.where,
             payload_bytes=payload,
-            wire_bytes=wire_bytes(run.kind, payload, tp),
-            time_ps=time_ps(run.kind, payload, tp, self.asked.machine),
+            wire_bytes=wire_bytes(run.kind, payload, ranks),
+            time_ps=time_ps(run.kind, payload, ranks, self.asked.machine),
+            group="tp" if not run.ranks else f"tp/{run.ranks}:{run.stride}",
         )
 
     def _memory(self, parameters: Mapping[str, ParameterRecord]) -> dict[str, int]:
@@ -320,7 +354,7 @@ class _Accountant:
 
     def _label(self, label: str) -> str:
         number, _, axis = label.partition(":")
-        return f"{number}:{self.names.get(axis, axis)}" if axis in self.names else label
+        return f"{number}:{self._axis_name(axis)}" if number.isdigit() else label
 
 
 def _gap(solution: Solution) -> float:
@@ -328,6 +362,21 @@ def _gap(solution: Solution) -> float:
         if cost != bound:
             return (cost - bound) / max(abs(bound), 1)
     return 0.0
+
+
+def _held_whole(record: ParameterRecord) -> int:
+    """The bytes of a parameter that every rank holds: all, or the segments without the axis."""
+    if record.dim is None:
+        return record.bytes
+    split = Split.decode(record.split)
+    whole = split.outer * sum(s.length() for s in split.segments if not s.cuts)
+    return record.bytes * whole // split.length()
+
+
+def _up_to(most: int) -> str:
+    if most < 3:
+        return "2" if most == 2 else "none"
+    return f"2 to {most}"
 
 
 def _module(names: Sequence[str]) -> str:

@@ -17,14 +17,18 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
+from autotp.core.partition import Partition
 from autotp.core.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.core.price import COLLECTIVES
+from autotp.core.split import Peers, Split
 from autotp.core.trace import TracedValue
 from autotp.errors import VerifyError
 
 __all__ = ["check"]
 
-_OPS: dict[str, tuple[Kind, Kind]] = {c.op: kinds for kinds, c in CONVERSIONS.items()}
+_OPS: dict[str, list[tuple[Kind, Kind]]] = {}
+for _kinds, _conversion in CONVERSIONS.items():
+    _OPS.setdefault(_conversion.op, []).append(_kinds)
 _RAW = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -41,6 +45,7 @@ def check(
     decision: Decision,
     *,
     training: bool,
+    tp: int,
 ) -> None:
     """Raise VerifyError at the first node of `graph` that is ill-typed.
 
@@ -51,7 +56,7 @@ def check(
         checker.node(node)
     checker.outputs()
     reached = gradients_reach(graph, analysis) if training else set[fx.Node]()
-    seen = Counter(_collectives(graph, reached))
+    seen = Counter(_collectives(graph, reached, analysis, tp))
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:
         raise VerifyError(
@@ -79,7 +84,7 @@ class _Checker:
         """Check one node of the rewritten graph."""
         namespace, op = _name(node)
         if namespace == "autotp" and op in _OPS:
-            self._conversion(node, *_OPS[op])
+            self._conversion(node, _OPS[op])
         elif namespace == "_c10d_functional" and op in _RAW:
             self._raw(node, op)
         elif node.op == "get_attr" and node.target in self.decision.parameters:
@@ -110,16 +115,19 @@ class _Checker:
                 f"{traced.placement}"
             )
 
-    def _conversion(self, node: fx.Node, source: Kind, target: Kind) -> None:
+    def _conversion(self, node: fx.Node, kinds: list[tuple[Kind, Kind]]) -> None:
         read = cast(fx.Node, node.args[0])
         claimed = self._claim(read)
-        if claimed.kind != source:
+        targets = [target for source, target in kinds if source == claimed.kind]
+        if not targets:
+            sources = " or ".join(dict.fromkeys(source for source, _ in kinds))
             raise VerifyError(
-                f"{_at(node)}: converts {source} to {target}, but {read.name} is {claimed}"
+                f"{_at(node)}: converts {sources} to {kinds[0][1]}, but {read.name} is {claimed}"
             )
         made = self.values.get(node.name)
-        if made is not None and made.placement.kind != target:
-            raise VerifyError(f"{_at(node)}: gives {target}, but is taken for {made.placement}")
+        if made is not None and made.placement.kind not in targets:
+            wanted = " or ".join(targets)
+            raise VerifyError(f"{_at(node)}: gives {wanted}, but is taken for {made.placement}")
         self._cuts(node, read, made)
 
     def _cuts(self, node: fx.Node, read: fx.Node, made: TracedValue | None) -> None:
@@ -127,7 +135,7 @@ class _Checker:
         before = self.values.get(read.name)
         wanted: list[Any] = []
         for traced in (before, made):
-            if traced is not None and traced.placement.kind == "S":
+            if traced is not None and traced.placement.is_split:
                 wanted += [traced.placement.dim, list(traced.split or ())]
         written = list(node.args[1:-1])
         if written and (before is not None or made is not None) and wanted and written != wanted:
@@ -148,7 +156,8 @@ class _Checker:
             found = _argument(node, operand)
             if not isinstance(found, fx.Node) or found.name not in self.emitted:
                 continue
-            claimed, wanted = self._operand_claim(found, operand), strategy.operands[k]
+            wanted = strategy.operands[k]
+            claimed = self._operand_claim(found, operand, wanted)
             if claimed != wanted:
                 raise VerifyError(
                     f"{_at(node)}: operand {k} ({found.name}) is {claimed}, but strategy "
@@ -156,23 +165,22 @@ class _Checker:
                     f"{_advice(claimed, wanted)}"
                 )
 
-    def _operand_claim(self, found: fx.Node, operand: Operand) -> Placement:
+    def _operand_claim(self, found: fx.Node, operand: Operand, wanted: Placement) -> Placement:
         """The placement of an operand; a sliced constant claims what its conversion says."""
         if found.name in self.values:
             return self.values[found.name].placement
         namespace, op = _name(found)
-        if namespace == "autotp" and op == "scatter":
-            return self._constant_cut(found, operand)
+        if namespace == "autotp" and op in ("scatter", "scatter_copies"):
+            return self._constant_cut(found, operand, wanted)
         return PARTIAL if (namespace, op) == ("autotp", "keep_first") else REPLICATED
 
-    def _constant_cut(self, found: fx.Node, operand: Operand) -> Placement:
+    def _constant_cut(self, found: fx.Node, operand: Operand, wanted: Placement) -> Placement:
+        """What a strategy asks for, if a constant is sliced so."""
         dim, written = cast(int, found.args[1]), tuple(cast("list[int]", found.args[2]))
-        forest = self.analysis.forest
-        for axis in forest.leaves(operand.dims[dim]):
-            split = forest.split(operand.dims[dim], axis)
-            if split is not None and split.encode() == written:
-                return Placement("S", dim, axis.name)
-        return REPLICATED
+        if not wanted.is_split or dim != wanted.dim:
+            return REPLICATED
+        split = self.analysis.forest.split(operand.dims[dim], Partition.of(wanted.axis))
+        return wanted if split is not None and split.encode() == written else REPLICATED
 
 
 def _argument(node: fx.Node, operand: Operand) -> object:
@@ -186,22 +194,37 @@ def _argument(node: fx.Node, operand: Operand) -> object:
     return given[operand.item] if isinstance(given, list | tuple) else None
 
 
-def _collectives(graph: fx.Graph, reached: Set[fx.Node]) -> Iterator[tuple[str, str]]:
+def _collectives(
+    graph: fx.Graph, reached: Set[fx.Node], analysis: Analysis, tp: int
+) -> Iterator[tuple[str, str]]:
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
         namespace, op = _name(node)
         if namespace == "_c10d_functional" and op in _RAW:
             yield _RAW[op], "forward"
         elif namespace == "autotp" and op in _OPS:
-            conversion = CONVERSIONS[_OPS[op]]
+            conversion = CONVERSIONS[_OPS[op][0]]
             if conversion.forward in COLLECTIVES:
-                yield conversion.forward, "forward"
+                yield COLLECTIVES[conversion.forward], "forward"
             if conversion.backward in COLLECTIVES and node in reached:
-                yield conversion.backward, "backward"
+                yield COLLECTIVES[conversion.backward], "backward"
         elif namespace == "autotp" and op == "share_gradients" and node in reached:
-            metas = [n.meta["val"] for n in cast("list[fx.Node]", node.args[0])]
-            for _ in {node.kwargs.get("dtype") or m.dtype for m in metas if m.requires_grad}:
+            for _ in _buckets(node, analysis, tp):
                 yield "all_reduce", "backward"
+
+
+def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
+    """The dtypes and sub-groups in which one `share_gradients` sums."""
+    found: set[object] = set()
+    parameters = cast("list[fx.Node]", node.args[0])
+    for parameter, cut in zip(parameters, cast("list[list[int]]", node.args[1]), strict=True):
+        meta = analysis.metas[(analysis.parameters[str(parameter.target)], 0)]
+        if meta.requires_grad:
+            dtype = node.kwargs.get("dtype") or meta.dtype
+            whole = {Peers(0, tp, 1): 0}
+            copied = Split.decode(cut[1:]).copied(tp) if cut else whole
+            found |= {(dtype, peers) for peers in copied}
+    return found
 
 
 def _name(node: fx.Node) -> tuple[str, str]:

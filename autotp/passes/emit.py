@@ -7,15 +7,21 @@ and writes the node, with local sizes, into the new graph.
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import fx
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument
+from torch.fx.node import Target as Called
 
 from autotp.analysis import Use
-from autotp.core.axis import Atom, Dim, Forest
+from autotp.core.axis import Dim, Forest
+from autotp.core.partition import Partition
+from autotp.core.placement import Placement
+from autotp.core.split import Split
 from autotp.core.strategy import Strategy
+from autotp.passes.emit_conversion import Target
 
 __all__ = ["FORMS", "Site", "local_length", "local_size"]
 
@@ -24,22 +30,36 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Site:
-    """One node being written: its new arguments (already converted operands) and the new graph."""
+    """One node being written: its new arguments (already converted operands) and the new graph.
+
+    - `partition`: what its strategy cuts; `rank`: whose graph it is, which matters only where parts
+      are uneven.
+    """
 
     graph: fx.Graph
     use: Use
     strategy: Strategy
-    axis: Atom
+    partition: Partition
     forest: Forest
-    tp: int
-    group: str
-    training: bool
+    to: Target
     args: list[Any]
     kwargs: dict[str, Any]
 
-    def call(self, target: Target, *args: Argument) -> fx.Node:
-        """A new node of the graph."""
-        return self.graph.call_function(cast("Callable[..., Any]", target), args)
+    def is_cut(self, dim: Dim) -> bool:
+        """Whether the strategy cuts an axis of `dim`."""
+        return bool(self.forest.present((dim,), self.partition).parts)
+
+    def placed_dims(self, placement: Placement, dims: tuple[Dim, ...]) -> list[int]:
+        """The numbers of the dims that are cut in a value placed so."""
+        if placement.kind != "SS":
+            return [placement.dim] if placement.is_split else []
+        return [d for d, dim in enumerate(dims) if self.is_cut(dim)]
+
+    def call(self, target: Called, *args: Argument) -> fx.Node:
+        """A new node of the graph, called after the one being written: no other has its name."""
+        function = cast("Callable[..., Any]", target)
+        name = f"{self.use.node.name}_{function.__name__.partition('.')[0]}"
+        return self.graph.create_node("call_function", function, args, name=name)
 
     def plain(self) -> fx.Node:
         """The node as it stands, on the converted operands."""
@@ -79,33 +99,51 @@ Form = Callable[[Site], fx.Node]
 
 
 def local_size(size: Argument, dim: Dim, site: Site) -> Argument:
-    """A size argument as this rank has it: an integer, -1 as it is, or a node divided by tp."""
+    """A size argument as this rank has it: an integer, -1 as it is, or a node of the local size."""
     if size == -1:
         return size
-    if isinstance(size, fx.Node):
-        return site.call(operator.floordiv, size, site.tp)
-    return local_length(dim, site)
+    if not isinstance(size, fx.Node):
+        return local_length(dim, site)
+    whole, local, even = _units(dim, site)
+    if even:
+        return site.call(operator.floordiv, size, whole // local)
+    return site.call(operator.mul, site.call(operator.floordiv, size, whole), local)
+
+
+def _units(dim: Dim, site: Site) -> tuple[int, int, bool]:
+    """Of a dim's cut axes: their units, those of this rank, whether all ranks have as many."""
+    split, tp = _split(dim, site), site.to.tp
+    cuts = split.segments[0].cuts
+    local = prod(e.part(site.to.rank, tp)[1] for e in cuts)
+    return prod(e.size for e in cuts), local, split.is_even(tp)
 
 
 def local_length(dim: Dim, site: Site) -> int:
-    """The elements of a static `dim` that one rank holds when the site's axis is cut."""
-    cut = site.forest.split(dim, site.axis) if site.forest.contains(dim, site.axis) else None
-    return cut.length(site.tp) if cut else (site.forest.size(dim).static or 0)
+    """The elements of a static `dim` that one rank holds when the site's partition is cut."""
+    if not site.is_cut(dim):
+        return site.forest.size(dim).static or 0
+    return _split(dim, site).local_length(site.to.rank, site.to.tp)
+
+
+def _split(dim: Dim, site: Site) -> Split:
+    cut = site.forest.split(dim, site.partition)
+    assert cut is not None, f"{site.use.node.name}: {site.partition} has no split here"
+    return cut
 
 
 def sizes(site: Site) -> fx.Node:
-    """Views and expansions: the size of the split dim of the result is the local one."""
+    """Views and expansions: the size of a split dim of the result is the local one."""
     place, listed = site.argument("size", "shape", "sizes")
     if listed is None:
         return site.plain()
     _, first = site.argument("dim")
     rank = len(site.use.operands[0].dims)
     offset = first % rank if isinstance(first, int) else 0  # unflatten lists one dim's sizes only
-    placed = site.strategy.results[0].dim
+    dims = site.use.rule.results[0]
     local = list(cast("Sequence[Any]", listed))
-    if offset <= placed < offset + len(local):
-        dim = site.use.rule.results[0][placed]
-        local[placed - offset] = local_size(local[placed - offset], dim, site)
+    for placed in site.placed_dims(site.strategy.results[0], dims):
+        if offset <= placed < offset + len(local):
+            local[placed - offset] = local_size(local[placed - offset], dims[placed], site)
     site.replace(place, local)
     return site.plain()
 
@@ -130,7 +168,8 @@ def repeats(site: Site) -> fx.Node:
 def cut(site: Site) -> fx.Node:
     """A piece of the split dim is read or written: where it lies in this rank's share."""
     at = cast(int, site.argument("dim")[1])
-    if site.strategy.operands[0].dim == at % len(site.use.operands[0].dims):
+    dims = site.use.operands[0].dims
+    if at % len(dims) in site.placed_dims(site.strategy.operands[0], dims):
         start = sum(local_length(d, site) for d in site.use.rule.extra["before"])
         length = local_length(site.use.rule.extra["piece"][0], site)
         site.give("start", start)
@@ -142,8 +181,8 @@ def cut(site: Site) -> fx.Node:
 def sections(site: Site) -> fx.Node:
     """A dim cut into several results: each has the local length of its piece."""
     _, at = site.argument("dim")
-    rank = len(site.use.operands[0].dims)
-    if site.strategy.operands[0].dim != (at or 0) % rank:
+    dims = site.use.operands[0].dims
+    if (at or 0) % len(dims) not in site.placed_dims(site.strategy.operands[0], dims):
         return site.plain()
     lengths = [local_length(d, site) for d in site.use.rule.extra["pieces"]]
     if site.argument("chunks")[1] is not None and len(set(lengths)) == 1:
@@ -160,13 +199,12 @@ def lookup(site: Site) -> fx.Node:
     """A table cut along its rows: ids of other ranks read row 0 and contribute zero."""
     if site.strategy.results[0].kind != "P":
         return site.plain()
-    rows = local_length(site.use.rule.factors[0].dim, site)
+    total = site.forest.size(site.use.rule.factors[0].dim).static
     table, ids = site.args[0], site.args[1]
     listed = isinstance(ids, list | tuple)  # table[ids], where -1 is the last row
     if listed:
-        total = site.forest.size(site.use.rule.factors[0].dim).static
         ids = site.call(aten.remainder.Scalar, cast("Sequence[Any]", ids)[0], total)
-    found = site.call(torch.ops.autotp.local_index.default, ids, rows, site.group)
+    found = site.call(torch.ops.autotp.local_index.default, ids, total, site.to.group)
     local = site.call(operator.getitem, found, 0)
     outside = site.call(operator.getitem, found, 1)
     value = site.graph.create_node(
@@ -180,7 +218,7 @@ def lookup(site: Site) -> fx.Node:
         mask = site.call(aten.unsqueeze.default, mask, -1)
     value = site.call(aten.masked_fill.Scalar, value, mask, 0.0)
     padding = site.argument("padding_idx")[1]
-    if site.training and isinstance(padding, int) and padding >= 0:
+    if site.to.training and isinstance(padding, int) and padding >= 0:
         value = _without_gradient(site, value, ids, padding)
     return value
 
@@ -201,13 +239,15 @@ def groups(site: Site) -> fx.Node:
 
 
 def rescale(site: Site) -> fx.Node:
-    """A mean over a split dim: the local mean is over fewer elements, so its share is 1/tp."""
+    """A mean over a split dim: the local mean counts for this rank's part of the elements."""
     value = site.plain()
-    return (
-        site.call(aten.div.Tensor, value, site.tp)
-        if site.strategy.results[0].kind == "P"
-        else value
-    )
+    if site.strategy.results[0].kind != "P":
+        return value
+    reduced = next(f for f in site.use.rule.factors if f.kind == "reduce" and site.is_cut(f.dim))
+    whole, local, even = _units(reduced.dim, site)
+    if even:
+        return site.call(aten.div.Tensor, value, whole // local)
+    return site.call(aten.mul.Tensor, value, local / whole)
 
 
 FORMS: Mapping[str, Form] = {

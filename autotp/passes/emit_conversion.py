@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument
 
 from autotp.core.placement import CONVERSIONS, Placement
 from autotp.core.split import Split
@@ -18,7 +20,7 @@ __all__ = ["Target", "conversion"]
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
-_SUMS = {"all_reduce", "reduce_scatter"}
+_SUMS = {"all_reduce", "reduce_scatter", "pad_reduce"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +28,14 @@ class Target:
     """Whom the graph is for: the group, its size, and how sums are made.
 
     - `reduce_dtype`: sums over the group are made in it; None: in the value's own dtype.
+    - `rank`: whose sizes are written where parts are uneven; elsewhere all ranks' graphs are equal.
     """
 
     tp: int
     group: str
     training: bool
     reduce_dtype: torch.dtype | None = None
+    rank: int = 0
 
 
 def conversion(
@@ -48,11 +52,11 @@ def conversion(
     op = CONVERSIONS[(source.kind, target.kind)]
     if not to.training and op.forward == "all_reduce":
         return _sum(node, to)
-    if not to.training and op.forward == "all_gather" and _is_block(cut(source)):
+    if not to.training and op.forward == "all_gather" and _is_block(cut(source), to.tp):
         return _gather(node, source.dim, to)
     args: list[Any] = [node]
     for placement in (source, target):
-        if placement.kind == "S":
+        if placement.is_split:
             args += [placement.dim, list(cut(placement).encode())]
     keywords: dict[str, Any] = {}
     if _SUMS & {op.forward, op.backward} and to.reduce_dtype is not None:
@@ -63,29 +67,36 @@ def conversion(
     )
 
 
-def _is_block(cut: Split) -> bool:
-    """Whether each rank holds one run of the dim: else the autotp op puts the parts in place."""
-    return cut.outer == 1 and len(cut.segments) == 1 and cut.segments[0].outer == 1
+def _is_block(cut: Split, tp: int) -> bool:
+    """Whether each rank holds one run of the dim, all of one length: else the autotp op puts the
+    parts in place.
+    """
+    return cut.is_block(tp) and cut.is_even(tp) and cut.is_exact(tp)
 
 
 def _gather(node: fx.Node, dim: int, to: Target) -> fx.Node:
     """Shards gathered along dim 0, then moved to where they belong."""
-    call = node.graph.call_function
-    new = call(_aten.contiguous.default, (node,))
-    new = call(_c10d.all_gather_into_tensor.default, (new, to.tp, to.group))
-    new = call(_c10d.wait_tensor.default, (new,))
+    new = _after(node, _aten.contiguous.default)
+    new = _after(new, _c10d.all_gather_into_tensor.default, to.tp, to.group)
+    new = _after(new, _c10d.wait_tensor.default)
     if dim == 0:
         return new
-    parts = call(_aten.unflatten.int, (new, 0, [to.tp, -1]))
-    moved = call(_aten.movedim.int, (parts, 0, dim))
-    return call(_aten.flatten.using_ints, (moved, dim, dim + 1))
+    parts = _after(new, _aten.unflatten.int, 0, [to.tp, -1])
+    moved = _after(parts, _aten.movedim.int, 0, dim)
+    return _after(moved, _aten.flatten.using_ints, dim, dim + 1)
 
 
 def _sum(node: fx.Node, to: Target) -> fx.Node:
-    call, own = node.graph.call_function, node.meta["val"].dtype
+    own = node.meta["val"].dtype
     wider = to.reduce_dtype if to.reduce_dtype not in (None, own) else None
     if wider is not None:
-        node = call(_aten.to.dtype, (node, wider))
-    new = call(_c10d.all_reduce.default, (node, "sum", to.group))
-    new = call(_c10d.wait_tensor.default, (new,))
-    return new if wider is None else call(_aten.to.dtype, (new, own))
+        node = _after(node, _aten.to.dtype, wider)
+    new = _after(node, _c10d.all_reduce.default, "sum", to.group)
+    new = _after(new, _c10d.wait_tensor.default)
+    return new if wider is None else _after(new, _aten.to.dtype, own)
+
+
+def _after(node: fx.Node, function: OpOverload, *args: Argument) -> fx.Node:
+    """A node of `function` on `node`, called after it: no other has its name."""
+    name = f"{node.name}_{function.__name__.partition('.')[0]}"
+    return node.graph.create_node("call_function", function, (node, *args), name=name)

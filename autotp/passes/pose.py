@@ -16,6 +16,7 @@ Constraints
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,9 +26,11 @@ from numpy.typing import NDArray
 from autotp.analysis import Analysis, Decision, Matching, Use, Value, source_of
 from autotp.core.cost import time_ps
 from autotp.core.machine import Machine
+from autotp.core.partition import Offers, Partition
 from autotp.core.placement import REPLICATED, SHARED, Placement
 from autotp.core.price import Cost, Delivered, Prices
 from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
+from autotp.core.split import Split
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
 
@@ -55,6 +58,7 @@ class Terms:
     - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
     - `everything`: the conversions that the search leaves out are open too (for random plans).
     - `allowed`: parameter name to the placements that an override or a plan leaves it.
+    - `offers`: what may be cut beyond the axes that tp divides.
     """
 
     tp: int
@@ -64,6 +68,7 @@ class Terms:
     shard_threshold: float
     allowed: Mapping[str, Constraint]
     everything: bool = False
+    offers: Offers = Offers()  # noqa: RUF009  immutable
 
 
 @dataclass(slots=True)
@@ -102,6 +107,7 @@ class _Poser:
         self.unary: dict[object, NDArray[np.int64]] = {}
         self.tables: dict[object, NDArray[np.int64]] = {}
         self.prices: dict[Value, Prices] = {}
+        self.paddings: dict[str, Fraction] = {"": Fraction(1)}
         self.largest = max((self._bytes((n, 0)) for n in analysis.parameters.values()), default=0)
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
@@ -158,7 +164,8 @@ class _Poser:
             any((use.node, r) in analysis.differentiable for r in range(len(use.rule.results))),
         )
         tp, training = self.terms.tp, self.terms.training
-        return strategies(use.rule, facts, analysis.forest, tp, training=training)
+        forest, offers = analysis.forest, self.terms.offers
+        return strategies(use.rule, facts, forest, tp, training=training, offers=offers)
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
 
@@ -193,7 +200,7 @@ class _Poser:
         domain = [REPLICATED]
         if self.terms.training and value in self.analysis.differentiable:
             domain.append(SHARED)
-        domain += sorted(p for p in wanted if p.kind == "S")
+        domain += sorted(p for p in wanted if p.kind in ("S", "S~"))
         allowed = self.terms.allowed.get(name)
         if allowed is not None:
             possible, domain = domain, [p for p in domain if allowed(p)]
@@ -210,17 +217,38 @@ class _Poser:
     ) -> NDArray[np.int64]:
         size = self._bytes(value)
         home = self._home(name, size)
-        tp, machine = self.terms.tp, self.terms.machine
         costs = self._unary(len(domain))
         for k, placement in enumerate(domain):
-            costs[_BYTES, k] = size // tp if placement.kind == "S" else size
-            if home and placement.axis not in home:
+            split = self._split(value, placement)
+            costs[_BYTES, k] = size if split is None else _held(split, size, self.terms.tp)
+            if home and home.isdisjoint(Partition.of(placement.axis).axes):
                 costs[_HOME, k] = size
-            if placement.kind == "R~":  # a share of the bucket: bytes, no latency or count
-                costs[_TIME, k] = time_ps("all_reduce", size, tp, machine) - time_ps(
-                    "all_reduce", 0, tp, machine
-                )
+            elif home and split is not None:
+                costs[_HOME, k] = _whole(split, size)
+            costs[_TIME, k] = self._bucket(placement, split, size)
         return self._shared(costs.tobytes(), lambda: costs)
+
+    def _split(self, value: Value, placement: Placement) -> Split | None:
+        """How a parameter is cut; None if it is whole."""
+        if not placement.is_split:
+            return None
+        dim = self.analysis.dims[value][placement.dim]
+        return self.analysis.forest.split(dim, Partition.of(placement.axis))
+
+    def _bucket(self, placement: Placement, split: Split | None, size: int) -> int:
+        """The time of a partial gradient's share of the bucket: its bytes, no latency."""
+        if placement.kind == "R~":
+            return self._moving(size, self.terms.tp)
+        if placement.kind != "S~" or split is None:
+            return 0
+        shared = split.copied(self.terms.tp).items()
+        return sum(self._moving(size * n // split.length(), p.count) for p, n in shared)
+
+    def _moving(self, size: int, ranks: int) -> int:
+        machine = self.terms.machine
+        return time_ps("all_reduce", size, ranks, machine) - time_ps(
+            "all_reduce", 0, ranks, machine
+        )
 
     def _bytes(self, value: Value) -> int:
         meta = self.analysis.metas[value]
@@ -230,10 +258,13 @@ class _Poser:
         """Names of the axes one of which the parameter should be split along; empty if it is
         free.
         """
+        if size < self.terms.shard_threshold * self.largest:
+            return frozenset()
+        offers, tp = self.terms.offers, self.terms.tp
+        open_axes = offers.uneven.union(*(p.axes for p in offers.joint))
         axes = self.matching.home.get(name, ())
-        splits = [a.name for a in axes if (a.size.static or 0) % self.terms.tp == 0]
-        return (
-            frozenset(splits) if size >= self.terms.shard_threshold * self.largest else frozenset()
+        return frozenset(
+            a.name for a in axes if (a.size.static or 0) % tp == 0 or a.name in open_axes
         )
 
     def _wanted(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
@@ -256,7 +287,8 @@ class _Poser:
     def _sliced(self, use: Use, domain: tuple[Strategy, ...]) -> tuple[int, ...]:
         """For each strategy, how many constant operands it slices."""
         constant = [k for k, o in enumerate(use.operands) if o.value not in self.analysis.dims]
-        return tuple(sum(s.operands[k].kind in ("S", "P") for k in constant) for s in domain)
+        cut = [[s.operands[k] for k in constant] for s in domain]
+        return tuple(sum(p.is_split or p.kind == "P" for p in row) for row in cut)
 
     def _use_costs(self, use: Use, domain: tuple[Strategy, ...]) -> NDArray[np.int64]:
         costs = self._unary(len(domain))
@@ -294,7 +326,15 @@ class _Poser:
                 self.terms.tp,
                 self.terms.machine,
                 self.terms.everything,
+                lambda placement: self._padding(placement.axis),
             )
+        return found
+
+    def _padding(self, partition: str) -> Fraction:
+        found = self.paddings.get(partition)
+        if found is None:
+            cut, tp = Partition.of(partition), self.terms.tp
+            found = self.paddings[partition] = self.analysis.forest.padding(cut, tp)
         return found
 
     def _read(self, use: Use) -> None:
@@ -340,7 +380,8 @@ class _Poser:
         cost: Callable[[Any, Any], Cost],
         kind: str,
     ) -> None:
-        key = (kind, prices.size, prices.flows, prices.weight, _canonical(rows, columns))
+        same = _canonical(rows, columns, self._padding)
+        key = (kind, prices.size, prices.flows, prices.weight, same)
         table = self.tables.get(key)
         if table is None:
             table = self.tables[key] = _table(rows, columns, cost)
@@ -352,6 +393,17 @@ class _Poser:
             name = f"{value[0].name} output"
             sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
             self._reader(value, sink, [REPLICATED], keep=False)
+
+
+def _held(split: Split, size: int, tp: int) -> int:
+    """Of the `size` bytes of a value, those that the fullest rank holds."""
+    return size * split.local_length(0, tp) // split.length()
+
+
+def _whole(split: Split, size: int) -> int:
+    """Of the `size` bytes of a value, those that every rank holds."""
+    whole = split.outer * sum(s.length() for s in split.segments if not s.cuts)
+    return size * whole // split.length()
 
 
 def _table(
@@ -366,13 +418,16 @@ def _table(
     return table
 
 
-def _canonical(rows: Iterable[Any], columns: Iterable[Any]) -> object:
+def _canonical(
+    rows: Iterable[Any], columns: Iterable[Any], padding: Callable[[str], Fraction]
+) -> object:
     """Placements with axes numbered by first appearance: equal for equal layers."""
     numbers: dict[str, int] = {}
 
     def plain(item: Placement | Iterable[Any]) -> object:
         if isinstance(item, Placement):
-            return item.kind, item.dim, numbers.setdefault(item.axis, len(numbers))
+            number = numbers.setdefault(item.axis, len(numbers))
+            return item.kind, item.dim, padding(item.axis), number
         return tuple(plain(p) for p in item)
 
     return tuple(plain(r) for r in rows), tuple(plain(c) for c in columns)

@@ -3,13 +3,16 @@
 Nodes keep their order and names. Each operand is brought to the placement that its reader's
 strategy asks for: first to the delivered set of its value, then further if need be; a conversion is
 written once and shared. A graph without gradients holds plain functional collectives; one with
-gradients holds `torch.ops.autotp` ops, whose backward is the conjugate. Nothing in the graph
-depends on the rank: ops ask their group for it when they run.
+gradients holds `torch.ops.autotp` ops, whose backward is the conjugate. Ops ask their group for the
+rank when they run; only local sizes are written into the graph, so where all parts are even it is
+the same on all ranks.
 """
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -26,11 +29,11 @@ from autotp.analysis import (
     gradients_reach,
     source_of,
 )
-from autotp.core.axis import Atom, Dim
-from autotp.core.placement import CONVERSIONS, REPLICATED, SHARED, Placement
+from autotp.core.axis import Dim
+from autotp.core.partition import Partition
+from autotp.core.placement import CONVERSIONS, REPLICATED, Placement
 from autotp.core.price import COLLECTIVES, Delivered
-from autotp.core.size import ONE
-from autotp.core.split import Split
+from autotp.core.split import Peers, Split
 from autotp.core.strategy import Strategy
 from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site
@@ -47,11 +50,15 @@ _IN_ANY_STRIDES: Mapping[object, Any] = {
 
 @dataclass(slots=True)
 class Rewritten:
-    """The rewritten graph; its collectives in program order; what each of its values is."""
+    """The rewritten graph; its collectives in program order; what each of its values is.
+
+    - `uneven`: some parts are longer than others, so that the graph is one rank's alone.
+    """
 
     graph: fx.Graph
     collectives: list[Emitted] = field(default_factory=list[Emitted])
     values: dict[str, TracedValue] = field(default_factory=dict[str, TracedValue])
+    uneven: bool = False
 
 
 def rewrite(analysis: Analysis, decision: Decision, target: Target) -> Rewritten:
@@ -116,34 +123,62 @@ class _Writer:
 
     def _share(self) -> None:
         """Parameters with a partial gradient, behind the one bucket that sums their gradients."""
-        names = [n for n, p in self.decision.parameters.items() if p == SHARED]
-        if not names:
+        placed = {n: p for n, p in self.decision.parameters.items() if self._is_shared(n, p)}
+        if not placed:
             return
-        nodes = [self._parameter(self.analysis.parameters[n]) for n in names]
+        values: list[Value] = [(self.analysis.parameters[n], 0) for n in placed]
+        nodes = [self._parameter(node) for node, _ in values]
+        cuts = [self._cut(v, p) for v, p in zip(values, placed.values(), strict=True)]
         keywords: dict[str, Any] = {}
         if self.target.reduce_dtype is not None:
             keywords["dtype"] = self.target.reduce_dtype
         target = torch.ops.autotp.share_gradients.default
-        shared = self.graph.call_function(target, (nodes, self.target.group), keywords)
-        metas = tuple(self.analysis.metas[(self.analysis.parameters[n], 0)] for n in names)
-        shared.meta["val"] = list(metas)
-        self._bucket(shared, metas)
-        for k, (name, meta) in enumerate(zip(names, metas, strict=True)):
-            old = self.analysis.parameters[name]
+        shared = self.graph.call_function(target, (nodes, cuts, self.target.group), keywords)
+        shared.meta["val"] = [n.meta["val"] for n in nodes]
+        self._bucket(shared, placed)
+        for k, (value, placement) in enumerate(zip(values, placed.values(), strict=True)):
             item = self.graph.call_function(operator.getitem, (shared, k))
-            item.meta["val"] = meta
-            self._record((old, 0), SHARED, item)
+            self._record(value, placement, item)
 
-    def _bucket(self, shared: fx.Node, metas: Iterable[torch.Tensor]) -> None:
-        metas = [m for m in metas if m.requires_grad]
-        for dtype in dict.fromkeys(self.target.reduce_dtype or m.dtype for m in metas):
-            group = tuple(m for m in metas if dtype in (m.dtype, self.target.reduce_dtype))
+    def _is_shared(self, name: str, placement: Placement) -> bool:
+        partial = placement.kind in ("R~", "S~")
+        return partial and (self.analysis.parameters[name], 0) in self.analysis.differentiable
+
+    def _cut(self, value: Value, placement: Placement) -> list[int]:
+        """How a parameter is cut, as `share_gradients` takes it; empty if it is whole."""
+        if not placement.is_split:
+            return []
+        return [placement.dim, *self._split(self.analysis.dims[value], placement).encode()]
+
+    def _bucket(self, shared: fx.Node, placed: Mapping[str, Placement]) -> None:
+        """One all-reduce for each dtype and kind of sub-group that shares gradients."""
+        everyone = Peers(0, self.target.tp, 1)
+        moved: dict[tuple[torch.dtype, Peers], list[tuple[torch.Tensor, Fraction]]] = {}
+        for name, placement in placed.items():
+            value = (self.analysis.parameters[name], 0)
+            meta = self.analysis.metas[value]
+            if not meta.requires_grad:
+                continue
+            parts = {everyone: Fraction(1)}
+            if placement.is_split:
+                split = self._split(self.analysis.dims[value], placement)
+                copied = split.copied(self.target.tp)
+                parts = {p: Fraction(n, split.length()) for p, n in copied.items()}
+            for peers, part in parts.items():
+                dtype = self.target.reduce_dtype or meta.dtype
+                moved.setdefault((dtype, peers), []).append((meta, part))
+        for (_, peers), items in moved.items():
+            metas, shares = (tuple(column) for column in zip(*items, strict=True))
             where = "bucket of replicated parameters"
-            self.noted.append((shared, Emitted("all_reduce", "backward", where, group)))
+            count = 0 if peers == everyone else peers.count
+            made = Emitted("all_reduce", "backward", where, metas, shares, count, peers.stride)
+            self.noted.append((shared, made))
 
     def _parameter(self, old: fx.Node) -> fx.Node:
         new = self.graph.create_node("get_attr", old.target, name=old.name)
         new.meta = dict(old.meta)
+        placement = self.decision.parameters[str(old.target)]
+        new.meta["val"] = self._local(old.meta["val"], placement, self.analysis.dims[(old, 0)])
         return new
 
     def _item(self, node: fx.Node) -> None:
@@ -152,7 +187,7 @@ class _Writer:
         if node.op == "get_attr":
             placement = self.decision.parameters[str(node.target)]
             self.made[value] = placement
-            if placement != SHARED:
+            if not self._is_shared(str(node.target), placement):
                 self._record(value, placement, self._parameter(node))
             return
         if value not in self.placed:
@@ -190,27 +225,17 @@ class _Writer:
         self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
         form = FORMS[use.rule.emit if strategy.axis else ""]
-        axis = self._axis(strategy.axis) if strategy.axis else self.forest.atom(ONE)
-        t = self.target
+        partition = Partition.of(strategy.axis) if strategy.axis else Partition(())
+        self.result.uneven |= self._is_uneven(partition)
         new = form(
-            Site(
-                self.graph,
-                use,
-                strategy,
-                axis,
-                self.forest,
-                t.tp,
-                t.group,
-                t.training,
-                args,
-                kwargs,
-            )
+            Site(self.graph, use, strategy, partition, self.forest, self.target, args, kwargs)
         )
         new.target = _IN_ANY_STRIDES.get(new.target, new.target)
         return new
 
-    def _axis(self, name: str) -> Atom:
-        return self.forest.find(self.forest.atoms[int(name[1:])])
+    def _is_uneven(self, partition: Partition) -> bool:
+        sizes = [(self.forest.named(p.axis).size.coefficient, p.parts) for p in partition.parts]
+        return any(size % (parts or self.target.tp) for size, parts in sizes)
 
     def _mark(self, before: fx.Node | None, origin: fx.Node) -> None:
         """Give every node written after `before` the stack of the node it was written for."""
@@ -241,9 +266,9 @@ class _Writer:
         part.
         """
         node = self.plain[operand.value[0]]
-        if wanted.kind not in ("S", "P"):
+        if not wanted.is_split and wanted.kind != "P":
             return node
-        cut = self._split(operand.dims, wanted).encode() if wanted.kind == "S" else ()
+        cut = self._split(operand.dims, wanted).encode() if wanted.is_split else ()
         key = (node, wanted if wanted.kind == "P" else Placement("S", wanted.dim), cut)
         if key not in self.constants:
             new = self._write_conversion(node, REPLICATED, wanted, operand.dims)
@@ -288,10 +313,17 @@ class _Writer:
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
         where = _where(value[0] if change.forward in COLLECTIVES else reader)
+        shares = (
+            self.forest.padding(
+                Partition.of((source if source.is_split else target).axis), self.target.tp
+            ),
+        )
         if change.forward in COLLECTIVES:
-            self.noted.append((None, Emitted(change.forward, "forward", where, meta)))
+            kind = COLLECTIVES[change.forward]
+            self.noted.append((None, Emitted(kind, "forward", where, meta, shares)))
         if self.target.training and change.backward in COLLECTIVES:
-            self.noted.append((new, Emitted(change.backward, "backward", where, meta)))
+            kind = COLLECTIVES[change.backward]
+            self.noted.append((new, Emitted(kind, "backward", where, meta, shares)))
 
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
@@ -299,7 +331,7 @@ class _Writer:
         return conversion(node, source, target, lambda p: self._split(dims, p), self.target)
 
     def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
-        cut = self.forest.split(dims[placement.dim], self._axis(placement.axis))
+        cut = self.forest.split(dims[placement.dim], Partition.of(placement.axis))
         assert cut is not None, f"{placement} has no split"
         return cut
 
@@ -309,7 +341,7 @@ class _Writer:
         meta, dims = self.analysis.metas[value], self.analysis.dims[value]
         self.placed.setdefault(value, {})[placement] = new
         new.meta["val"] = self._local(meta, placement, dims)
-        split = self._split(dims, placement).encode() if placement.kind == "S" else None
+        split = self._split(dims, placement).encode() if placement.is_split else None
         traced = TracedValue(value[0].name, value[1], placement, split)
         self.result.values[new.name] = traced
 
@@ -317,18 +349,29 @@ class _Writer:
         self, meta: torch.Tensor, placement: Placement, dims: tuple[Dim, ...]
     ) -> torch.Tensor:
         """The meta tensor of one rank's part."""
-        if placement.kind != "S":
+        if not placement.is_split:
             return meta
+        partition = Partition.of(placement.axis)
         shape: list[Any] = list(meta.shape)
-        cut = self._split(dims, placement)
-        known = all(-1 not in (s.outer, s.inner) for s in cut.segments)
-        whole = shape[placement.dim]
-        shape[placement.dim] = cut.length(self.target.tp) if known else whole // self.target.tp
+        cut = [placement.dim]
+        if placement.kind == "SS":
+            cut = [d for d, dim in enumerate(dims) if self.forest.present((dim,), partition).parts]
+        for d in cut:
+            split = self.forest.split(dims[d], partition)
+            assert split is not None, f"{placement} has no split"
+            shape[d] = self._local_size(shape[d], split)
         key = (meta.dtype, tuple(n if type(n) is int else n.node.expr for n in shape))
         found = self.locals.get(key)
         if found is None:
             found = self.locals[key] = meta.new_empty(shape)
         return found
+
+    def _local_size(self, whole: Any, split: Split) -> Any:  # noqa: ANN401  an int or a SymInt
+        rank, tp = self.target.rank, self.target.tp
+        if split.is_known:
+            return split.local_length(rank, tp)
+        cuts = split.segments[0].cuts
+        return whole // prod(e.size for e in cuts) * prod(e.part(rank, tp)[1] for e in cuts)
 
 
 def _has_items(node: fx.Node) -> bool:

@@ -1,6 +1,6 @@
 """A rank's part of a tensor and back: the local arithmetic behind slices, gathers and reads.
 
-One idea: a dim is viewed by its factors, cut or joined along one of them, and flattened again. No
+One idea: a dim is viewed by its factors, cut or joined along some of them, and flattened again. No
 index lists, so it works on meta tensors, under autograd and with symbolic sizes.
 """
 
@@ -9,28 +9,36 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from autotp.core.split import Segment, Split
+from autotp.core.split import Peers, Segment, Split
 from autotp.errors import PlanError
 
-__all__ = ["fitted", "join", "put", "take"]
+__all__ = [
+    "first_copy",
+    "fitted",
+    "fitted_part",
+    "join",
+    "put",
+    "rejoined",
+    "segments",
+    "take",
+]
 
 
 def take(x: Tensor, dim: int, split: Split, rank: int, parts: int) -> Tensor:
     """The part of the whole `x` that `rank` of `parts` ranks holds when `dim` is cut.
 
-        take(arange(12), 0, Split(1, (Segment(1, 4, 1), Segment(1, 8, 1))), 0, 2)  # 0 1, 4 5 6 7
+        take(arange(12), 0, Split(1, (segment(1, 4, 1), segment(1, 8, 1))), 0, 2)  # 0 1, 4 5 6 7
 
-    Constraints:
-    - `parts` divides every segment's axis.
-    - It is a view where the strides allow one.
+    Constraints: it is a view where the strides allow one.
     """
     dim = dim % x.dim()
     cut = fitted(split, x.size(dim), dim)
-    _check_divisible(cut, dim, parts)
+    lengths = [s.length() for s in cut.segments]
     pieces = [
         _narrowed(piece, dim + 1, segment, rank, parts)
-        for piece, segment in zip(_pieces(x, dim, cut, 1), cut.segments, strict=True)
+        for piece, segment in zip(_pieces(x, dim, cut, lengths), cut.segments, strict=True)
     ]
     return _concatenated(pieces, dim)
 
@@ -40,11 +48,11 @@ def join(parts: Sequence[Tensor], dim: int, split: Split) -> Tensor:
 
         join([take(x, dim, split, rank, n) for rank in range(n)], dim, split)  # x
 
-    Constraints: a segment that stays whole is read from the first part.
+    Constraints: what several ranks hold is read from the first of them.
     """
-    dim = dim % parts[0].dim()
-    cut = _fitted_parts(split, parts[0].size(dim), dim, len(parts))
-    rows = [_pieces(part, dim, cut, len(parts)) for part in parts]
+    dim, ranks = dim % parts[0].dim(), len(parts)
+    cut = fitted_part(split, parts[0].size(dim), dim, 0, ranks)
+    rows = [_local_pieces(x, dim, cut, rank, ranks) for rank, x in enumerate(parts)]
     columns = zip(*rows, strict=True)
     pieces = [
         _joined(column, dim + 1, segment)
@@ -56,44 +64,81 @@ def join(parts: Sequence[Tensor], dim: int, split: Split) -> Tensor:
 def put(x: Tensor, dim: int, split: Split, rank: int, parts: int) -> Tensor:
     """The part `x` of `rank` at its place in the whole tensor, zeros elsewhere.
 
-        sum(put(take(x, dim, split, rank, n), dim, split, rank, n) for rank in range(n))  # x
+    sum(put(take(x, dim, split, rank, n), dim, split, rank, n) for rank in range(n))  # x
 
-    Constraints: a segment that stays whole is put by rank 0 only, so that the sum counts it once.
+    Constraints: what several ranks hold is put by each, so that the sum adds up their parts.
     """
-    zeros = torch.zeros_like(x)
-    return join([x if part == rank else zeros for part in range(parts)], dim, split)
+    dim = dim % x.dim()
+    cut = fitted_part(split, x.size(dim), dim, rank, parts)
+    pieces = [
+        _widened(piece, dim + 1, segment, rank, parts)
+        for piece, segment in zip(
+            _local_pieces(x, dim, cut, rank, parts), cut.segments, strict=True
+        )
+    ]
+    return _concatenated(pieces, dim)
+
+
+def first_copy(x: Tensor, dim: int, split: Split, rank: int, parts: int) -> Tensor:
+    """The part `x` of `rank`, with zeros for what a rank before it holds too."""
+    pieces, peers = segments(x, dim, split, rank, parts)
+    kept = [
+        piece if among.first == rank else torch.zeros_like(piece)
+        for piece, among in zip(pieces, peers, strict=True)
+    ]
+    return rejoined(kept, dim)
+
+
+def segments(
+    x: Tensor, dim: int, split: Split, rank: int, parts: int
+) -> tuple[tuple[Tensor, ...], list[Peers]]:
+    """The part `x` of `rank` segment by segment, and the ranks that hold the same of each."""
+    dim = dim % x.dim()
+    cut = fitted_part(split, x.size(dim), dim, rank, parts)
+    pieces = _local_pieces(x, dim, cut, rank, parts)
+    return pieces, [s.peers(rank, parts) for s in cut.segments]
+
+
+def rejoined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """The tensor of which `segments` gave the pieces."""
+    return _concatenated(pieces, dim % (pieces[0].dim() - 1))
 
 
 def fitted(split: Split, size: int, dim: int) -> Split:
     """`split` with its one unknown size inferred from the whole dim's `size`.
 
-    fitted(Split(1, (Segment(-1, 4, 2),)), 24, 0)  # Split(1, (Segment(3, 4, 2),))
+    fitted(Split(1, (segment(-1, 4, 2),)), 24, 0)  # Split(1, (segment(3, 4, 2),))
     """
-    segment = split.segments[0]
-    sizes = (segment.outer, segment.axis, segment.inner)
-    if -1 not in sizes:
-        return _of_length(split, size, dim)
-    known = -sizes[0] * (sizes[1] or 1) * sizes[2]
-    if size % known:
+    if split.is_known:
+        if split.length() != size:
+            raise _unfit(split, size, dim)
+        return split
+    return _inferred(split, size, -split.length(), dim)
+
+
+def fitted_part(split: Split, size: int, dim: int, rank: int, ranks: int) -> Split:
+    """`split` with its one unknown size inferred from the `size` that `rank` of `ranks` holds."""
+    if split.is_known:
+        if split.local_length(rank, ranks) != size:
+            raise _unfit(split, size, dim, f"rank {rank}'s part of {ranks} of ")
+        return split
+    extents = split.segments[0].extents
+    known = [e.part(rank, ranks)[1] for e in extents if e.size != -1]
+    unknown = next(e for e in extents if e.size == -1)
+    parts = unknown.parts or ranks
+    local = 1
+    for length in known:
+        local *= length
+    whole = -split.length()  # of the sizes known
+    return _inferred(split, size // max(local, 1) * parts * whole, whole, dim)
+
+
+def _inferred(split: Split, size: int, known: int, dim: int) -> Split:
+    if known == 0 or size % known:
         raise _unfit(split, size, dim)
-    outer, axis, inner = (size // known if n == -1 else n for n in sizes)
-    return replace(split, segments=(Segment(outer, axis, inner),))
-
-
-def _fitted_parts(split: Split, local_size: int, dim: int, parts: int) -> Split:
-    unknown = any(-1 in (s.outer, s.axis, s.inner) for s in split.segments)
-    if unknown:
-        return fitted(split, local_size * parts, dim)
-    _check_divisible(split, dim, parts)
-    if split.length(parts) != local_size:
-        raise _unfit(split, local_size, dim, f"one of {parts} parts of ")
-    return split
-
-
-def _of_length(split: Split, size: int, dim: int) -> Split:
-    if split.length() != size:
-        raise _unfit(split, size, dim)
-    return split
+    extents = split.segments[0].extents
+    told = tuple(e._replace(size=size // known) if e.size == -1 else e for e in extents)
+    return replace(split, segments=(Segment(told),))
 
 
 def _unfit(split: Split, size: int, dim: int, part: str = "") -> PlanError:
@@ -103,21 +148,15 @@ def _unfit(split: Split, size: int, dim: int, part: str = "") -> PlanError:
     )
 
 
-def _check_divisible(split: Split, dim: int, parts: int) -> None:
-    for segment in split.segments:
-        if segment.axis % parts:
-            raise PlanError(
-                f"dim {dim} is cut along an axis of {segment.axis}, which {parts} ranks do not "
-                f"divide; choose a tp, or pad the inputs to a size, such that tp divides it"
-            )
-
-
-def _pieces(x: Tensor, dim: int, split: Split, parts: int) -> tuple[Tensor, ...]:
+def _pieces(x: Tensor, dim: int, split: Split, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     """The segments of `x`, each with the repetitions at `dim` and its own elements at `dim + 1`."""
     rows = x.unflatten(dim, (split.outer, x.size(dim) // split.outer))
-    if len(split.segments) == 1:
-        return (rows,)
-    return rows.split([s.length(parts) for s in split.segments], dim + 1)
+    return (rows,) if len(lengths) == 1 else rows.split(list(lengths), dim + 1)
+
+
+def _local_pieces(x: Tensor, dim: int, split: Split, rank: int, ranks: int) -> tuple[Tensor, ...]:
+    lengths = [s.local_length(rank, ranks) for s in split.segments]
+    return _pieces(x, dim, split, lengths)
 
 
 def _concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -125,16 +164,44 @@ def _concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
     return rows.flatten(dim, dim + 1)
 
 
-def _narrowed(x: Tensor, dim: int, segment: Segment, rank: int, parts: int) -> Tensor:
-    if not segment.axis:
+def _narrowed(x: Tensor, dim: int, segment: Segment, rank: int, ranks: int) -> Tensor:
+    if not segment.cuts:
         return x
-    size = segment.axis // parts * segment.inner
-    runs = x.unflatten(dim, (segment.outer, segment.axis * segment.inner))
-    return runs.narrow(dim + 1, rank * size, size).flatten(dim, dim + 1)
+    runs = x.unflatten(dim, [e.size for e in segment.extents])
+    for k, extent in enumerate(segment.extents):
+        if extent.parts != 1:
+            runs = runs.narrow(dim + k, *extent.part(rank, ranks))
+    return runs.flatten(dim, dim + len(segment.extents) - 1)
 
 
-def _joined(parts: Sequence[Tensor], dim: int, segment: Segment) -> Tensor:
-    if not segment.axis:
-        return parts[0]
-    runs = [p.unflatten(dim, (segment.outer, p.size(dim) // segment.outer)) for p in parts]
-    return torch.cat(runs, dim + 1).flatten(dim, dim + 1)
+def _widened(x: Tensor, dim: int, segment: Segment, rank: int, ranks: int) -> Tensor:
+    if not segment.cuts:
+        return x
+    runs = _runs(x, dim, segment, rank, ranks)
+    for k, extent in enumerate(segment.extents):
+        start, length = extent.part(rank, ranks)
+        after = runs.dim() - 1 - (dim + k)
+        runs = functional.pad(runs, [0, 0] * after + [start, extent.size - start - length])
+    return runs.flatten(dim, dim + len(segment.extents) - 1)
+
+
+def _runs(x: Tensor, dim: int, segment: Segment, rank: int, ranks: int) -> Tensor:
+    return x.unflatten(dim, [e.part(rank, ranks)[1] for e in segment.extents])
+
+
+def _joined(column: Sequence[Tensor], dim: int, segment: Segment) -> Tensor:
+    """One segment of all ranks: the first copies of its parts, put together cut by cut."""
+    if not segment.cuts:
+        return column[0]
+    ranks = len(column)
+    parts = {
+        tuple(e.at(rank, ranks) for e in segment.cuts): _runs(x, dim, segment, rank, ranks)
+        for rank, x in reversed(list(enumerate(column)))
+    }
+    places = [k for k, e in enumerate(segment.extents) if e.parts != 1]
+    for k in reversed(places):
+        rows: dict[tuple[int, ...], list[Tensor]] = {}
+        for index in sorted(parts):
+            rows.setdefault(index[:-1], []).append(parts[index])
+        parts = {index: torch.cat(row, dim + k) for index, row in rows.items()}
+    return parts[()].flatten(dim, dim + len(segment.extents) - 1)

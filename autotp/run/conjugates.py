@@ -3,8 +3,8 @@
     copy, reduce, reduce_copy, keep_first, first_gradient          (x, group)
     scatter, scatter_partial, gather, gather_copy, reduce_scatter  (x, dim, split, group)
     exchange                              (x, dim, split, to_dim, to_split, group)
-    share_gradients                       (xs, group): their gradients in one bucket a dtype
-    local_index                           (index, size, group): this rank's rows of a lookup
+    share_gradients       (xs, cuts, group): their gradients in one bucket a dtype and sub-group
+    local_index           (index, size, group): this rank's rows of a lookup in `size` rows
 
 `split` is `Split.encode()`, `group` the name of a process group. Ops that sum take `dtype=`, in
 which they sum. All is read off the table in `core.placement`: each op runs one primitive forward
@@ -17,15 +17,16 @@ is another all-reduce, which multiplies the gradient of a replicated loss by the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from autotp.core.placement import CONVERSIONS, Conversion, Primitive
-from autotp.core.split import Split
-from autotp.run.group import rank_of
+from autotp.core.split import Peers, Split, share
+from autotp.run.blocks import rejoined, segments
+from autotp.run.group import among, rank_of, size_of
 from autotp.run.primitives import PRIMITIVES, Cut, Wire
 
 __all__ = ["LIBRARY", "schema"]
@@ -34,8 +35,8 @@ LIBRARY = torch.library.Library("autotp", "DEF")
 """Keeps the ops alive: they are deregistered with it."""
 
 _ALIASING = {"identity", "slice", "keep_first"}
-_CUTTING = {"slice", "pad", "all_gather", "reduce_scatter"}
-_SUMMING = {"all_reduce", "reduce_scatter"}
+_CUTTING = {"slice", "pad", "all_gather", "reduce_scatter", "slice_first", "pad_reduce"}
+_SUMMING = {"all_reduce", "reduce_scatter", "pad_reduce"}
 _NOWHERE = Cut(0, Split(1, ()))
 
 
@@ -57,6 +58,7 @@ class _Stepping(FunctionCtx):
 
 class _Sharing(FunctionCtx):
     wire: Wire
+    cuts: list[Cut | None]
     likes: list[tuple[torch.Size, torch.dtype, torch.device]]
     needs_input_grad: tuple[bool, ...]
 
@@ -75,24 +77,27 @@ class _Convert(torch.autograd.Function):
 
 
 class _ShareGradients(torch.autograd.Function):
-    """Aliases of the inputs; their gradients are summed over the group in one bucket a dtype."""
+    """Aliases of the inputs; their gradients are summed over the ranks that hold the same."""
 
     @staticmethod
-    def forward(ctx: _Sharing, wire: Wire, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: _Sharing, wire: Wire, cuts: list[Cut | None], *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.wire = wire
+        ctx.wire, ctx.cuts = wire, cuts
         ctx.likes = [(x.shape, x.dtype, x.device) for x in xs]
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def backward(ctx: _Sharing, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = [k for k, wants in enumerate(ctx.needs_input_grad[1:]) if wants]
+        wanted = [k for k, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
         results: list[Tensor | None] = [None] * len(gradients)
         if any(gradients[k] is not None for k in wanted):
             full = [_materialized(gradients[k], *ctx.likes[k]) for k in wanted]
-            for k, total in zip(wanted, _summed(full, ctx.wire), strict=True):
+            totals = _shared(full, [ctx.cuts[k] for k in wanted], ctx.wire)
+            for k, total in zip(wanted, totals, strict=True):
                 results[k] = total
-        return None, *results
+        return None, None, *results
 
 
 def schema(conversion: Conversion) -> str:
@@ -148,31 +153,52 @@ def _materialized(
     return gradient
 
 
-def _summed(gradients: Sequence[Tensor], wire: Wire) -> list[Tensor]:
-    """The gradients summed over the group, by one all-reduce for each dtype they are summed in."""
-    results = list(gradients)
-    dtypes = [wire.dtype or gradient.dtype for gradient in gradients]
-    for dtype in dict.fromkeys(dtypes):
-        places = [k for k, own in enumerate(dtypes) if own == dtype]
-        flat = torch.cat([gradients[k].to(dtype).flatten() for k in places])
-        total = _converted(flat, _Step("all_reduce", "identity", wire))
-        pieces = total.split([gradients[k].numel() for k in places])
-        for k, piece in zip(places, pieces, strict=True):
-            results[k] = piece.view(gradients[k].shape).to(gradients[k].dtype)
+def _shared(gradients: list[Tensor], cuts: Sequence[Cut | None], wire: Wire) -> list[Tensor]:
+    """The gradients summed over the ranks that hold the same of a parameter, piece by piece."""
+    rank, ranks = rank_of(wire.group), size_of(wire.group)
+    everyone = Peers(0, ranks, 1)
+    pieces: list[Tensor] = []
+    peers: list[Peers] = []
+    for gradient, cut in zip(gradients, cuts, strict=True):
+        own, among_whom = ((gradient,), [everyone])
+        if cut is not None:
+            own, among_whom = segments(gradient, cut.dim, cut.split, rank, ranks)
+        pieces += own
+        peers += among_whom
+    sums = iter(_summed(pieces, peers, wire))
+    return [
+        next(sums) if cut is None else rejoined([next(sums) for _ in cut.split.segments], cut.dim)
+        for cut in cuts
+    ]
+
+
+def _summed(pieces: Sequence[Tensor], peers: Sequence[Peers], wire: Wire) -> list[Tensor]:
+    """Each piece summed over its peers, by one all-reduce for each dtype and set of peers."""
+    results = list(pieces)
+    kinds = [(wire.dtype or x.dtype, p) for x, p in zip(pieces, peers, strict=True)]
+    for kind in dict.fromkeys(k for k in kinds if k[1].count > 1):
+        places = [k for k, own in enumerate(kinds) if own == kind]
+        flat = torch.cat([pieces[k].to(kind[0]).flatten() for k in places])
+        inside = replace(wire, group=among(wire.group, kind[1]))
+        total = _converted(flat, _Step("all_reduce", "identity", inside))
+        runs = total.split([pieces[k].numel() for k in places])
+        for k, run in zip(places, runs, strict=True):
+            results[k] = run.view(pieces[k].shape).to(pieces[k].dtype)
     return results
 
 
 def _share_gradients(
-    xs: list[Tensor], group: str, *, dtype: torch.dtype | None = None
+    xs: list[Tensor], cuts: list[list[int]], group: str, *, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     wire = Wire(group, _NOWHERE, _NOWHERE, dtype)
-    shared: tuple[Tensor, ...] = _ShareGradients.apply(wire, *xs)
+    shared: tuple[Tensor, ...] = _ShareGradients.apply(wire, [Cut.of(c) for c in cuts], *xs)
     return list(shared)
 
 
 def _local_index(index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-    local = index - rank_of(group) * size
-    return local.clamp(0, size - 1), (local < 0) | (local >= size)
+    start, length = share(size, size_of(group), rank_of(group))
+    local = index - start
+    return local.clamp(0, length - 1), (local < 0) | (local >= length)
 
 
 def _register(signature: str, function: Callable[..., object]) -> None:
@@ -181,10 +207,11 @@ def _register(signature: str, function: Callable[..., object]) -> None:
     LIBRARY.impl(name, function, "CompositeImplicitAutograd")
 
 
-for _conversion in CONVERSIONS.values():
+for _conversion in {c.op: c for c in CONVERSIONS.values()}.values():
     _register(schema(_conversion), _implementation(_conversion))
 _register(
-    "share_gradients(Tensor(a)[] xs, str group, *, ScalarType? dtype=None) -> Tensor(a)[]",
+    "share_gradients(Tensor(a)[] xs, int[][] cuts, str group, *, ScalarType? dtype=None)"
+    " -> Tensor(a)[]",
     _share_gradients,
 )
 _register("local_index(Tensor index, int size, str group) -> (Tensor, Tensor)", _local_index)

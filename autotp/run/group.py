@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.core.split import Peers
 from autotp.errors import PlanError
 
-__all__ = ["Group", "agree", "checked", "exists", "rank_of", "resolve", "size_of"]
+__all__ = ["Group", "agree", "among", "checked", "exists", "rank_of", "resolve", "size_of"]
 
 # Any: private to torch, and typed differently in each version.
 _registry: Any = _distributed_c10d
@@ -99,6 +100,27 @@ def rank_of(name: str) -> int:
 def size_of(name: str) -> int:
     """The number of members of the group called `name`."""
     return _lookup(name).size()
+
+
+def among(name: str, peers: Peers) -> str:
+    """The name of the sub-group of the group called `name` that has the ranks `peers`.
+
+    Constraints: it is made on first use, by its members alone, who must all ask for it, and ask for
+    several in one order.
+    """
+    if peers.count == size_of(name):
+        return name
+    key = (name, peers)
+    if key not in _SUBGROUPS or not exists(_SUBGROUPS[key]):
+        parent = _lookup(name)
+        ranks = [dist.get_global_rank(parent, r) for r in peers.ranks]
+        made = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup), f"rank {parent.rank()} is not among {peers}"
+        _SUBGROUPS[key] = made.group_name
+    return _SUBGROUPS[key]
+
+
+_SUBGROUPS: dict[tuple[str, Peers], str] = {}
 
 
 def agree(group: Group, text: str, what: str) -> None:

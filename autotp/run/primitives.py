@@ -4,16 +4,18 @@ A primitive maps one tensor to one tensor. Those that communicate run exactly on
 collective and wait for it, so that torch.compile and dispatch modes see both.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from autotp.core.placement import Primitive
 from autotp.core.split import Split
-from autotp.run.blocks import join, put, take
-from autotp.run.crossing import crossed
+from autotp.errors import PlanError
+from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.group import checked, rank_of, size_of
 
 __all__ = ["PRIMITIVES", "Cut", "Wire"]
@@ -28,11 +30,25 @@ class Cut:
     dim: int
     split: Split
 
-    def lies_in_rank_order(self, num_dims: int) -> bool:
+    @staticmethod
+    def of(numbers: Sequence[int]) -> "Cut | None":
+        """The cut that `encode` wrote; None for no numbers."""
+        return Cut(numbers[0], Split.decode(numbers[1:])) if numbers else None
+
+    def encode(self) -> list[int]:
+        """The dim, then the flat form of the split."""
+        return [self.dim, *self.split.encode()]
+
+    def lies_in_rank_order(self, num_dims: int, ranks: int) -> bool:
         """Whether the ranks' parts, one after the other in memory, are the whole tensor."""
-        lone = self.split.segments[0]
-        repeats = self.split.outer * lone.outer * len(self.split.segments)
-        return self.dim % num_dims == 0 and repeats == 1 and lone.axis != 0
+        split = self.split
+        blocks = split.is_block(ranks) and split.is_even(ranks) and split.is_exact(ranks)
+        return self.dim % num_dims == 0 and blocks
+
+    def lengths(self, x: Tensor, rank: int, ranks: int) -> list[int]:
+        """The elements of the cut dim that each rank holds, if `x` is the part of `rank`."""
+        cut = fitted_part(self.split, x.size(self.dim), self.dim, rank, ranks)
+        return [cut.local_length(r, ranks) for r in range(ranks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +81,60 @@ def _all_reduce(x: Tensor, wire: Wire) -> Tensor:
 
 
 def _all_gather(x: Tensor, wire: Wire) -> Tensor:
-    parts = size_of(wire.group)
-    rows = _ops.all_gather_into_tensor(x.contiguous(), parts, wire.group)
-    stacked = _ops.wait_tensor(rows)  # (parts * first, …)
-    if wire.cut.lies_in_rank_order(x.dim()):
-        return stacked
-    return join(stacked.chunk(parts), wire.cut.dim, wire.cut.split)
+    ranks, cut = size_of(wire.group), wire.cut
+    if cut.lies_in_rank_order(x.dim(), ranks):
+        return _gathered(x, wire)
+    if cut.split.is_even(ranks):
+        return join(_gathered(x, wire).chunk(ranks), cut.dim, cut.split)
+    lengths = cut.lengths(x, rank_of(wire.group), ranks)
+    rows = _gathered(_padded(x, cut.dim, max(lengths)), wire).chunk(ranks)
+    parts = [row.narrow(cut.dim, 0, n) for row, n in zip(rows, lengths, strict=True)]
+    return join(parts, cut.dim, cut.split)
+
+
+def _gathered(x: Tensor, wire: Wire) -> Tensor:
+    """All ranks' tensors of one shape, one after the other along dim 0."""
+    rows = _ops.all_gather_into_tensor(x.contiguous(), size_of(wire.group), wire.group)
+    return _ops.wait_tensor(rows)
+
+
+def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+    """`x` with zeros up to `length`: collectives want one shape on all ranks."""
+    after = x.dim() - 1 - dim % x.dim()
+    return functional.pad(x, [0, 0] * after + [0, length - x.size(dim)])
 
 
 def _reduce_scatter(x: Tensor, wire: Wire) -> Tensor:
-    parts = size_of(wire.group)
-    pieces = [take(x, wire.cut.dim, wire.cut.split, rank, parts) for rank in range(parts)]
-    in_order = wire.cut.lies_in_rank_order(x.dim())
-    stacked = x if in_order else torch.cat(pieces)  # (parts * first, …)
+    ranks, dim = size_of(wire.group), wire.cut.dim
+    stacked, own = x, -1
+    if not wire.cut.lies_in_rank_order(x.dim(), ranks):
+        pieces = [take(x, dim, wire.cut.split, rank, ranks) for rank in range(ranks)]
+        own = pieces[rank_of(wire.group)].size(dim)
+        longest = max(piece.size(dim) for piece in pieces)
+        stacked = torch.cat([_padded(piece, dim, longest) for piece in pieces])
     summands = stacked.to(wire.dtype or x.dtype).contiguous()
-    local = _ops.reduce_scatter_tensor(summands, "sum", parts, wire.group)
-    return _ops.wait_tensor(local).to(x.dtype)
+    local = _ops.reduce_scatter_tensor(summands, "sum", ranks, wire.group)
+    local = _ops.wait_tensor(local).to(x.dtype)
+    return local if own < 0 else local.narrow(dim, 0, own)
 
 
 def _all_to_all(x: Tensor, wire: Wire) -> Tensor:
-    parts, cut, to = size_of(wire.group), wire.cut, wire.to
-    first, second = cut.split, to.split
-    if (cut.dim - to.dim) % x.dim() == 0:
-        first, second = crossed(first, second, x.size(cut.dim) * parts, cut.dim, parts)
-    pieces = [take(x, to.dim, second, rank, parts) for rank in range(parts)]
-    sizes = [1] * parts
-    stacked = _ops.all_to_all_single(torch.stack(pieces), sizes, sizes, wire.group)
-    return join(_ops.wait_tensor(stacked).unbind(), cut.dim, first)
+    ranks, cut, to = size_of(wire.group), wire.cut, wire.to
+    lengths = cut.lengths(x, rank_of(wire.group), ranks)
+    pieces = [take(x, to.dim, to.split, rank, ranks) for rank in range(ranks)]
+    own = list(pieces[rank_of(wire.group)].shape)
+    at = cut.dim % x.dim()
+    if at == to.dim % x.dim():
+        raise PlanError(
+            f"dim {at} of {list(x.shape)} cannot go from {cut.split} to {to.split} by one "
+            "all-to-all, since both cut it; convert to R first and then to S"
+        )
+    shapes = [[*own[:at], n, *own[at + 1 :]] for n in lengths]
+    sent, expected = [p.numel() for p in pieces], [prod(shape) for shape in shapes]
+    flat = torch.cat([p.flatten() for p in pieces])
+    flat = _ops.wait_tensor(_ops.all_to_all_single(flat, expected, sent, wire.group))
+    received = [p.view(s) for p, s in zip(flat.split(expected), shapes, strict=True)]
+    return join(received, cut.dim, cut.split)
 
 
 def _slice(x: Tensor, wire: Wire) -> Tensor:
@@ -100,6 +143,15 @@ def _slice(x: Tensor, wire: Wire) -> Tensor:
 
 def _pad(x: Tensor, wire: Wire) -> Tensor:
     return put(x, wire.cut.dim, wire.cut.split, rank_of(wire.group), size_of(wire.group))
+
+
+def _slice_first(x: Tensor, wire: Wire) -> Tensor:
+    rank, ranks = rank_of(wire.group), size_of(wire.group)
+    return first_copy(_slice(x, wire), wire.cut.dim, wire.cut.split, rank, ranks)
+
+
+def _pad_reduce(x: Tensor, wire: Wire) -> Tensor:
+    return _all_reduce(_pad(x, wire), wire)
 
 
 def _keep_first(x: Tensor, wire: Wire) -> Tensor:
@@ -115,4 +167,6 @@ PRIMITIVES: Mapping[Primitive, Callable[[Tensor, Wire], Tensor]] = {
     "slice": _slice,
     "pad": _pad,
     "keep_first": _keep_first,
+    "slice_first": _slice_first,
+    "pad_reduce": _pad_reduce,
 }

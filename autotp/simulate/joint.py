@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from autotp.core.placement import CONVERSIONS, Conversion, Primitive
-from autotp.core.split import Segment, Split
+from autotp.core.price import COLLECTIVES
+from autotp.core.split import Peers, Split, block, share
 from autotp.errors import VerifyError
+from autotp.run.blocks import rejoined, segments
 from autotp.run.primitives import Cut, Wire
 from autotp.simulate.primitives import PRIMITIVES
 
@@ -34,8 +36,7 @@ Joint: TypeAlias = Callable[[Sequence[Arguments], Tally], list[Any]]
 NAMESPACES = ("autotp", "_c10d_functional")
 """Ops of these namespaces ask for a group: they run jointly or not at all."""
 
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-_BLOCKS = Cut(0, Split(1, (Segment(1, -1, 1),)))
+_BLOCKS = Cut(0, block(-1))
 
 
 # ── one autograd node for all ranks ──────────────────────────────────────────────────────────────
@@ -72,8 +73,8 @@ class _JointStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Stepping, step: _Step, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.step = step
-        if step.forward.kind in _COLLECTIVES:
-            step.tally[f"{step.phase} {step.forward.kind}"] += 1
+        if step.forward.kind in COLLECTIVES:
+            step.tally[f"{step.phase} {COLLECTIVES[step.forward.kind]}"] += 1
         return tuple(step.forward.run(xs))
 
     @staticmethod
@@ -84,39 +85,66 @@ class _JointStep(torch.autograd.Function):
 class _Sharing(FunctionCtx):
     size: int
     dtype: torch.dtype | None
+    cuts: list[Cut | None]
     tally: Tally
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
 
 
 class _JointShareGradients(torch.autograd.Function):
-    """Aliases of all ranks' tensors; gradients are summed over ranks, one all-reduce a dtype."""
+    """Aliases of all ranks' tensors; gradients are summed over the ranks that hold the same."""
 
     @staticmethod
     def forward(
-        ctx: _Sharing, size: int, dtype: torch.dtype | None, tally: Tally, *xs: Tensor
+        ctx: _Sharing,
+        size: int,
+        dtype: torch.dtype | None,
+        cuts: list[Cut | None],
+        tally: Tally,
+        *xs: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.size, ctx.dtype, ctx.tally = size, dtype, tally
+        ctx.size, ctx.dtype, ctx.cuts, ctx.tally = size, dtype, cuts, tally
         ctx.save_for_backward(*xs)
         return tuple(x.view_as(x) for x in xs)
 
     @staticmethod
     def backward(ctx: _Sharing, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         if all(gradient is None for gradient in gradients):
-            return None, None, None, *(None for _ in gradients)
+            return None, None, None, None, *(None for _ in gradients)
         full = [
             torch.zeros_like(x) if gradient is None else gradient
             for x, gradient in zip(ctx.saved_tensors, gradients, strict=True)
         ]
-        wire = Wire("", _BLOCKS, _BLOCKS, ctx.dtype)
         width = len(full) // ctx.size
-        sums = [PRIMITIVES["all_reduce"](full[k::width], wire) for k in range(width)]
-        dtypes = {ctx.dtype or full[k].dtype for k in range(width) if wanted[k]}
-        ctx.tally["backward all_reduce"] += len(dtypes)
+        kinds: set[tuple[torch.dtype, Peers]] = set()
+        sums: list[list[Tensor]] = []
+        for k, cut in enumerate(ctx.cuts):
+            total, peers = _shared(full[k::width], cut, ctx.dtype)
+            sums.append(total)
+            kinds |= {(ctx.dtype or full[k].dtype, p) for p in peers if wanted[k]}
+        ctx.tally["backward all_reduce"] += len(kinds)
         results = [sums[k][rank] for rank in range(ctx.size) for k in range(width)]
-        return None, None, None, *(r if w else None for r, w in zip(results, wanted, strict=True))
+        kept = (r if w else None for r, w in zip(results, wanted, strict=True))
+        return None, None, None, None, *kept
+
+
+def _shared(
+    xs: Sequence[Tensor], cut: Cut | None, dtype: torch.dtype | None
+) -> tuple[list[Tensor], set[Peers]]:
+    """One parameter's gradients summed over the ranks that hold the same, and rank 0's peers."""
+    wire, ranks = Wire("", _BLOCKS, _BLOCKS, dtype), len(xs)
+    if cut is None:
+        return PRIMITIVES["all_reduce"](xs, wire), {Peers(0, ranks, 1)}
+    rows = [segments(x, cut.dim, cut.split, rank, ranks) for rank, x in enumerate(xs)]
+    results: list[list[Tensor]] = [[] for _ in xs]
+    for k in range(len(cut.split.segments)):
+        for rank, (_, peers) in enumerate(rows):
+            total = PRIMITIVES["all_reduce"]([rows[r][0][k] for r in peers[k].ranks], wire)
+            results[rank].append(total[0])
+    shared = {p for p in rows[0][1] if p.count > 1}
+    return [rejoined(pieces, cut.dim) for pieces in results], shared
 
 
 def _stepped(xs: Sequence[Tensor], step: _Step) -> list[Tensor]:
@@ -210,8 +238,9 @@ def _wait(given: Sequence[Arguments], tally: Tally) -> list[Any]:
 def _share_gradients(given: Sequence[Arguments], tally: Tally) -> list[Any]:
     agreed = _agreed(given, "xs")
     tensors = [x for g in given for x in g["xs"]]
+    cuts = [Cut.of(numbers) for numbers in agreed["cuts"]]
     shared: tuple[Tensor, ...] = _JointShareGradients.apply(
-        len(given), agreed.get("dtype"), tally, *tensors
+        len(given), agreed.get("dtype"), cuts, tally, *tensors
     )
     width = len(tensors) // len(given)
     return [list(shared[rank * width : (rank + 1) * width]) for rank in range(len(given))]
@@ -219,8 +248,9 @@ def _share_gradients(given: Sequence[Arguments], tally: Tally) -> list[Any]:
 
 def _local_index(given: Sequence[Arguments], tally: Tally) -> list[Any]:
     size = _agreed(given, "index")["size"]
-    local = [g["index"] - rank * size for rank, g in enumerate(given)]
-    return [(x.clamp(0, size - 1), (x < 0) | (x >= size)) for x in local]
+    shares = [share(size, len(given), rank) for rank in range(len(given))]
+    local = [(g["index"] - start, n) for g, (start, n) in zip(given, shares, strict=True)]
+    return [(x.clamp(0, n - 1), (x < 0) | (x >= n)) for x, n in local]
 
 
 JOINT: Mapping[str, Joint] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autotp.core.placement import Primitive
 from autotp.errors import VerifyError
-from autotp.run.blocks import join, put, take
+from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.primitives import Cut, Wire
 
 __all__ = ["PRIMITIVES"]
@@ -28,7 +28,7 @@ def _all_reduce(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
 
 
 def _all_gather(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
-    whole = join(_alike(xs), wire.cut.dim, wire.cut.split)
+    whole = join(_parted(xs, wire.cut), wire.cut.dim, wire.cut.split)
     return [whole.clone() for _ in xs]
 
 
@@ -38,7 +38,8 @@ def _reduce_scatter(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
 
 
 def _all_to_all(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
-    return _parts(join(_alike(xs), wire.cut.dim, wire.cut.split), wire.to, len(xs))
+    whole = join(_parted(xs, wire.cut), wire.cut.dim, wire.cut.split)
+    return _parts(whole, wire.to, len(xs))
 
 
 def _slice(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
@@ -49,6 +50,17 @@ def _slice(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
 def _pad(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
     cut = wire.cut
     return [put(x, cut.dim, cut.split, rank, len(xs)) for rank, x in enumerate(xs)]
+
+
+def _slice_first(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    cut = wire.cut
+    return [
+        first_copy(x, cut.dim, cut.split, rank, len(xs)) for rank, x in enumerate(_slice(xs, wire))
+    ]
+
+
+def _pad_reduce(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    return _all_reduce(_pad(xs, wire), wire)
 
 
 def _keep_first(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
@@ -64,6 +76,8 @@ PRIMITIVES: Mapping[Primitive, Callable[[Sequence[Tensor], Wire], list[Tensor]]]
     "slice": _slice,
     "pad": _pad,
     "keep_first": _keep_first,
+    "slice_first": _slice_first,
+    "pad_reduce": _pad_reduce,
 }
 
 
@@ -89,3 +103,14 @@ def _alike(xs: Sequence[Tensor]) -> Sequence[Tensor]:
             "would hang or mix memory. Make the local sizes equal"
         )
     return xs
+
+
+def _parted(xs: Sequence[Tensor], cut: Cut) -> Sequence[Tensor]:
+    """`xs`, if they are alike but for the lengths that `cut` gives them; processes would hang."""
+    dim = cut.dim % xs[0].dim()
+    fit = fitted_part(cut.split, xs[0].size(dim), dim, 0, len(xs))
+    lengths = [fit.local_length(rank, len(xs)) for rank in range(len(xs))]
+    if [x.size(dim) for x in xs] == lengths:
+        _alike([x.narrow(dim, 0, min(lengths)) for x in xs])
+        return xs
+    return _alike(xs)

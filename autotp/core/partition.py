@@ -1,0 +1,84 @@
+"""Which axes the group cuts at once, and in how many parts each.
+
+Nearly always one axis, one part a rank: `a17`. Two more are needed:
+
+    a17/2:4+a18/4:1   a factored group: 2 key-value heads in 2 parts of 4 ranks each, and the query
+                      heads of each in 4 parts; a value that has `a17` alone is held by 4 ranks
+    a17+a40           two axes side by side in one fused weight, each in one part a rank
+
+A value is cut along those of the axes that it has, so its own partition is a restriction of that.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+__all__ = ["Offers", "Part", "Partition"]
+
+
+class Part(NamedTuple):
+    """An axis in `parts` (0: one a rank), of which rank r holds `r // stride % parts`."""
+
+    axis: str
+    parts: int = 0
+    stride: int = 1
+
+    def __str__(self) -> str:
+        """`a17`, or `a17/2:4`."""
+        return f"{self.axis}/{self.parts}:{self.stride}" if self.parts else self.axis
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Parts of several axes, in a fixed order."""
+
+    parts: tuple[Part, ...]
+
+    def __str__(self) -> str:
+        """The notation, e.g. `a17/2:4+a18/4:1`."""
+        return "+".join(str(p) for p in self.parts)
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """The names of the axes."""
+        return tuple(p.axis for p in self.parts)
+
+    def part(self, axis: str) -> Part | None:
+        """How `axis` is cut, None if it is not."""
+        return next((p for p in self.parts if p.axis == axis), None)
+
+    def among(self, axes: Container[str]) -> "Partition":
+        """The restriction to `axes`."""
+        kept = tuple(p for p in self.parts if p.axis in axes)
+        return self if len(kept) == len(self.parts) else Partition(kept)
+
+    def without(self, axes: Container[str]) -> "Partition":
+        """What is left without `axes`."""
+        return Partition(tuple(p for p in self.parts if p.axis not in axes))
+
+    @staticmethod
+    def of(text: str) -> "Partition":
+        """The partition that `str` gives as `text`."""
+        return _parsed(text)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Partition:
+    parts: list[Part] = []
+    for item in text.split("+") if text else ():
+        axis, _, numbers = item.partition("/")
+        parts.append(Part(axis, *(int(n) for n in numbers.split(":"))) if numbers else Part(axis))
+    return Partition(tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What may be cut over a group beyond the axes that it divides.
+
+    - `uneven`: axes that are cut into whole units, though the group does not divide them.
+    - `joint`: partitions of several axes.
+    """
+
+    uneven: frozenset[str] = frozenset()
+    joint: tuple[Partition, ...] = ()

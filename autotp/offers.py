@@ -1,0 +1,85 @@
+"""What a group of `tp` ranks may cut beyond the axes that it divides: found from the pairs.
+
+- An axis of a pair that has a unit for every rank is cut into whole units, the first ranks holding
+  one more.
+- Fewer key-value heads than ranks: the group is factored, tp = n1 * n2; the key-value heads are cut
+  in n1 parts, the query heads of each in n2, and n2 ranks hold a copy of a key-value head.
+- A fused dim with axes of several pairs side by side is cut along one axis of each.
+"""
+
+from collections.abc import Iterator
+
+from autotp.analysis import Analysis, AxisPair, Matching
+from autotp.core.axis import Atom, Dim
+from autotp.core.partition import Offers, Part, Partition
+
+__all__ = ["factored", "offered"]
+
+
+def offered(analysis: Analysis, matching: Matching, tp: int) -> Offers:
+    """The offers of all pairs at group size `tp`."""
+    if tp == 1:
+        return Offers()
+    axes = {a for pair in matching.pairs for a in pair.axes}
+    uneven = frozenset(a.name for a in axes if _units(a) >= tp and _units(a) % tp)
+    factors = [factored(pair, tp) for pair in matching.pairs]
+    joint = [*(p for p in factors if p), *_side_by_side(analysis, matching, tp)]
+    return Offers(uneven, tuple(dict.fromkeys(joint)))
+
+
+def factored(pair: AxisPair, tp: int) -> Partition | None:
+    """The partition of a factored group, where a pair's first axis has fewer units than ranks.
+
+    Of all n1 * n2 the one with the fewest heads on the fullest rank, then the fewest copies.
+    """
+    if len(pair.axes) != 2 or not 1 < _units(pair.axes[0]) < tp:
+        return None
+    first, second = pair.axes
+    ways = [
+        (-(-_units(first) // n) * -(-_units(second) // (tp // n)), -n)
+        for n in range(2, _units(first) + 1)
+        if tp % n == 0 and tp // n <= _units(second)
+    ]
+    if not ways:
+        return None
+    n = -min(ways)[1]
+    return Partition((Part(first.name, n, tp // n), Part(second.name, tp // n, 1)))
+
+
+def _units(axis: Atom) -> int:
+    return axis.size.static or 0
+
+
+def _side_by_side(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
+    """A partition for each sum of segments that belong to several pairs."""
+    forest = analysis.forest
+    of_axis = {a: pair for pair in matching.pairs for a in pair.axes}
+    for node in analysis.parameters.values():
+        for dim in analysis.dims[(node, 0)]:
+            pairs = [p for s in _sections(analysis, dim) for p in _pairs(analysis, s, of_axis)]
+            distinct = list(dict.fromkeys(pairs))
+            cuts = [c for c in (_cut(pair, tp) for pair in distinct) if c]
+            if len(distinct) > 1 and len(cuts) == len(distinct):
+                parts = tuple(part for cut in cuts for part in cut.parts)
+                if len({p.axis for p in parts}) == len(parts):
+                    yield forest.present((dim,), Partition(parts))
+
+
+def _sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:
+    for atom in analysis.forest.flat(dim):
+        if atom.segments is not None:
+            yield from analysis.forest.sections(atom)
+
+
+def _pairs(analysis: Analysis, section: Dim, of_axis: dict[Atom, AxisPair]) -> Iterator[AxisPair]:
+    for leaf in analysis.forest.leaves(section):
+        if leaf in of_axis:
+            yield of_axis[leaf]
+
+
+def _cut(pair: AxisPair, tp: int) -> Partition | None:
+    """How the pair is cut on its own: along its first axis that has a unit for every rank."""
+    fitting = [a for a in pair.axes if _units(a) >= tp]
+    if fitting:
+        return Partition((Part(fitting[0].name),))
+    return factored(pair, tp)
