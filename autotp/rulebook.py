@@ -28,6 +28,7 @@ _KEYS = {
     "rule",
     "reduce",
     "whole",
+    "aligned",
     "block",
     "linear",
     "bias",
@@ -121,6 +122,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             reduce=dict(entry.get("reduce", {})),
             whole=frozenset(entry.get("whole", ())),
             block=frozenset(entry.get("block", ())),
+            aligned=frozenset(entry.get("aligned", ())),
             linear=tuple(frozenset(s) for s in entry.get("linear", ())),
             bias=frozenset(entry.get("bias", ())),
             derive=entry.get("derive", ""),
@@ -147,7 +149,7 @@ def _check(entry: dict[str, Any], signature: Signature | None) -> None:
     outputs = {w for p in signature.results for d in p for w in d}
     contracted = inputs - outputs - {ELLIPSIS}
     named = set(joins) | set(entry.get("whole", ()))
-    mentioned = named | set(entry.get("block", ()))
+    mentioned = named | set(entry.get("block", ())) | set(entry.get("aligned", ()))
     for factor in sorted((contracted - named) | (mentioned - inputs)):
         known = (
             "is contracted: say how in `reduce` or `whole`"

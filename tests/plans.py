@@ -36,7 +36,7 @@ def parameter(
             name, layout, None, None, None, whole, DTYPE, total, (), shards, (REPLICATED,), reason
         )
     cut = block(whole[dim])
-    local = (*whole[:dim], cut.length(tp), *whole[dim + 1 :])
+    local = (*whole[:dim], cut.local_length(0, tp), *whole[dim + 1 :])
     shards = tuple(Shard(local, total // tp, tuple(cut.ranges(r, tp))) for r in range(tp))
     placement = (split(dim, axis or ""),)
     return ParameterRecord(

@@ -4,16 +4,21 @@ One call of one op becomes a program of one node; analyse gives its rule, `strat
 run it on shards, and the real rewriter writes each of them. Then every rank's graph runs on
 operands that are placed by definition, without any conversion:
 
-    R, R~   the whole operand               P   random summands of it          S   this rank's part
+    R, R~   the whole operand               P   random summands of it      S, S~   this rank's part
 
 and what comes out must be placed as the strategy says, forward and backward. The result's gradient
 is given, and the operands' gradients are read, by the dual:
 
-    R, P    the full gradient on every rank R~  random summands of it          S   this rank's part
+    R, P    the full gradient on every rank R~  random summands of it      S   this rank's part
+    S~      this rank's part, of which what several ranks hold comes in random summands
+
+All axes may be cut unevenly, and all pairs of axes of one dim, or of two, by a factored group.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,14 +27,15 @@ import autotp.run.conjugates  # noqa: F401  (registers torch.ops.autotp)
 from autotp.analysis import Decision
 from autotp.core.axis import Dim, Forest
 from autotp.core.machine import load_machine
-from autotp.core.placement import Placement
+from autotp.core.partition import Offers, Part, Partition
+from autotp.core.placement import CONVERSIONS, PARTIAL, Placement
 from autotp.core.price import Prices
-from autotp.core.split import Split
+from autotp.core.split import Split, share
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import AutotpError
 from autotp.passes.rewrite import Target, rewrite
 from autotp.rulebook import root
-from autotp.run.blocks import join, take
+from autotp.run.blocks import first_copy, put, take
 from tests.rule_cases import Case
 
 TOLERANCE = 1e-10
@@ -48,7 +54,22 @@ def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...
         all(m.is_floating_point() for m in metas),
         any((use.node, k) in analysis.differentiable for k in range(len(metas))),
     )
-    return strategies(use.rule, facts, analysis.forest, tp, training=training)
+    offers = every_offer(case, tp)
+    return strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
+
+
+def every_offer(case: Case, tp: int) -> Offers:
+    """All that a group of `tp` could ever cut in the case's node."""
+    forest, rule = case.analysis.forest, case.use.rule
+    leaves = [a for f in rule.factors for a in forest.leaves(f.dim) if not a.data]
+    axes = list(dict.fromkeys(a for a in leaves if a.size.static))
+    factored = [
+        Partition((Part(a.name, n, tp // n), Part(b.name, tp // n)))
+        for a, b in pairwise(axes)
+        for n in range(2, tp)
+        if tp % n == 0 and a.size.coefficient >= n and b.size.coefficient >= tp // n
+    ]
+    return Offers(frozenset(a.name for a in axes), tuple(factored))
 
 
 def violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -> list[str]:
@@ -105,7 +126,7 @@ class _Law:
             return [f"{type(error).__name__}: {error}"]
 
     def _reasons(self) -> Iterator[str]:
-        graph = self._rewritten()
+        graphs = [self._rewritten(rank) for rank in range(self.tp)]
         dims = {
             n: self.case.analysis.dims[(node, 0)]
             for n, node in self.case.analysis.parameters.items()
@@ -118,23 +139,26 @@ class _Law:
         expected = self._run(self.case.program.graph, whole, 0)
         local = [
             self._run(graph, {n: p[rank] for n, p in parts.items()}, rank)
-            for rank in range(self.tp)
+            for rank, graph in enumerate(graphs)
         ]
-        yield from self._shapes(graph, local)
+        for graph, found in zip(graphs, local, strict=True):
+            yield from self._shapes(graph, found)
         if str(self.use.node.target) not in UNDEFINED:
             yield from self._results(expected, local)
         if self.training:
             yield from self._gradients(expected, whole, local, parts, dims)
 
-    def _rewritten(self) -> fx.Graph:
-        """One rank's graph, ended where the results are as the strategy makes them."""
+    def _rewritten(self, rank: int) -> fx.Graph:
+        """A rank's graph, ended where the results are as the strategy makes them."""
         prices = Prices(8, flows=True, weight=False, training=self.training, tp=self.tp,
                         machine=MACHINE, everything=True)  # fmt: skip
         values = list(self.case.analysis.dims)
         decision = Decision(
             self.placements, {self.use.node: self.strategy}, {}, dict.fromkeys(values, prices)
         )
-        written = rewrite(self.case.analysis, decision, Target(self.tp, "tp", self.training))
+        target = Target(self.tp, "tp", self.training, rank=rank)
+        with patch.dict(CONVERSIONS, {("SS", "R"): CONVERSIONS[("S", "R")]}):  # is cut off below
+            written = rewrite(self.case.analysis, decision, target)
         named = {n.name: n for n in written.graph.nodes}
         made: dict[int, fx.Node] = {}
         for name, traced in written.values.items():
@@ -145,9 +169,26 @@ class _Law:
 
     def _placed(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
         """Each rank's tensor, by the definition of the placement."""
-        if placement.kind == "S":
-            return self._cut(x, placement, dims)
+        if placement.is_split:
+            return [self._part(x, placement, dims, rank) for rank in range(self.tp)]
         return self._summands(x) if placement.kind == "P" else [x] * self.tp
+
+    def _part(self, x: Tensor, placement: Placement, dims: Sequence[Dim], rank: int) -> Tensor:
+        for dim, split in splits_of(self.forest, dims, placement):
+            x = take(x, dim, split, rank, self.tp)
+        return x
+
+    def _given(self, g: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
+        """Each rank's gradient of a result so placed."""
+        if placement.kind != "S~":
+            return self._placed(g, _dual(placement), dims)
+        ((dim, split),) = splits_of(self.forest, dims, placement)
+        noise = [self._part(self._random(g), placement, dims, r) for r in range(self.tp)]
+        own = [n - first_copy(n, dim, split, r, self.tp) for r, n in enumerate(noise)]
+        rest = g - sum(put(n, dim, split, r, self.tp) for r, n in enumerate(own))
+        parts = self._placed(rest, placement, dims)
+        firsts = [first_copy(p, dim, split, r, self.tp) for r, p in enumerate(parts)]
+        return [first + n for first, n in zip(firsts, own, strict=True)]
 
     def _summands(self, x: Tensor) -> list[Tensor]:
         """Random tensors that add up to `x`; of flags, all but one are false."""
@@ -156,10 +197,6 @@ class _Law:
             noise = self._random(x) * 2
             others.append(torch.zeros_like(x) if x.dtype == torch.bool else noise.to(x.dtype))
         return [*others, x if x.dtype == torch.bool else x - sum(others)]
-
-    def _cut(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
-        split = split_of(self.forest, dims, placement)
-        return [take(x, placement.dim, split, rank, self.tp) for rank in range(self.tp)]
 
     def _leaf(self, x: Tensor) -> Tensor:
         return x.clone().requires_grad_(self.training and (x.is_floating_point() or x.is_complex()))
@@ -177,12 +214,12 @@ class _Law:
 
     # ── comparing ────────────────────────────────────────────────────────────────────────────
 
-    def _shapes(self, graph: fx.Graph, local: list[list[Tensor]]) -> Iterator[str]:
+    def _shapes(self, graph: fx.Graph, local: list[Tensor]) -> Iterator[str]:
         made = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
         for k, node in enumerate(made):
             shape = tuple(node.meta["val"].shape)
-            if shape != tuple(local[0][k].shape):
-                yield f"result {k} was to be {shape}, is {tuple(local[0][k].shape)}"
+            if shape != tuple(local[k].shape):
+                yield f"result {k} was to be {shape}, is {tuple(local[k].shape)}"
 
     def _results(self, expected: list[Tensor], local: list[list[Tensor]]) -> Iterator[str]:
         for k, whole in enumerate(expected):
@@ -200,12 +237,13 @@ class _Law:
         placement: Placement,
         dims: Sequence[Dim],
     ) -> Iterator[str]:
-        if placement.kind == "S":
-            parts = [join(parts, placement.dim, split_of(self.forest, dims, placement))]
+        wanted = [whole] * self.tp
+        if placement.is_split:
+            wanted = self._placed(whole, placement, dims)
         elif placement.kind == "P":
-            parts = [sum(parts[1:], parts[0])]
-        for rank, part in enumerate(parts):
-            if reason := _difference(whole.detach(), part.detach()):
+            wanted, parts = [whole], [sum(parts[1:], parts[0])]
+        for rank, (expected, part) in enumerate(zip(wanted, parts, strict=True)):
+            if reason := _difference(expected.detach(), part.detach()):
                 yield f"{what} as {placement} on rank {rank}: {reason}"
 
     def _gradients(
@@ -223,7 +261,7 @@ class _Law:
         given = [self._random(expected[k]) for k in flowing]
         total = _backward([expected[k] for k in flowing], list(leaves.values()), given)
         placed = [
-            self._placed(g, _dual(self.strategy.results[k]), self.use.rule.results[k])
+            self._given(g, self.strategy.results[k], self.use.rule.results[k])
             for k, g in zip(flowing, given, strict=True)
         ]
         ranks = [
@@ -237,6 +275,10 @@ class _Law:
         for at, name in enumerate(leaves):
             kind = _dual(self.placements[name])
             found = [gradients[at] for gradients in ranks]
+            if kind.kind == "S~":
+                ((dim, split),) = splits_of(self.forest, dims[name], kind)
+                found = [put(g, dim, split, r, self.tp) for r, g in enumerate(found)]
+                kind = PARTIAL
             yield from self._compare(f"gradient of {name}", total[at], found, kind, dims[name])
 
     def _random(self, x: Tensor) -> Tensor:
@@ -247,11 +289,14 @@ class _Law:
         return noise if x.dtype == torch.float64 else noise.round().to(x.dtype)
 
 
-def split_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> Split:
-    """How a value with `dims` is cut by `placement`."""
-    split = forest.split(dims[placement.dim], forest.find(forest.atoms[int(placement.axis[1:])]))
-    assert split is not None
-    return split
+def splits_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> list[tuple[int, Split]]:
+    """The dims of a value that `placement` cuts, and how."""
+    partition = Partition.of(placement.axis)
+    cut = [placement.dim]
+    if placement.kind == "SS":
+        cut = [d for d, dim in enumerate(dims) if forest.present((dim,), partition).parts]
+    splits = [(d, forest.split(dims[d], partition)) for d in cut]
+    return [(d, split) for d, split in splits if split is not None]
 
 
 def _dual(placement: Placement) -> Placement:
@@ -316,12 +361,15 @@ class _Rank(fx.Interpreter):
     def scatter(self, x: Tensor, dim: int, split: list[int], group: str) -> Tensor:
         return take(x, dim, Split.decode(split), self.rank, self.tp)
 
+    scatter_copies = scatter
+
     def keep_first(self, x: Tensor, group: str) -> Tensor:
         return torch.zeros_like(x) if self.rank else x
 
-    def share_gradients(self, xs: list[Tensor], group: str) -> list[Tensor]:
+    def share_gradients(self, xs: list[Tensor], cuts: list[list[int]], group: str) -> list[Tensor]:
         return xs
 
     def local_index(self, index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-        local = index - self.rank * size
-        return local.clamp(0, size - 1), (local < 0) | (local >= size)
+        start, length = share(size, self.tp, self.rank)
+        local = index - start
+        return local.clamp(0, length - 1), (local < 0) | (local >= length)

@@ -168,7 +168,7 @@ CONTRACTION = {
     ),
     **each(
         "_grouped_mm.default",
-        call(short(8, 48), short(3, 48, 48), torch.tensor([2, 5, 8], dtype=torch.int32)),
+        call(short(8, 64), short(3, 64, 64), torch.tensor([2, 5, 8], dtype=torch.int32)),
     ),
     "transformers.grouped_mm_fallback.default": (
         call(real(8, 6), real(3, 6, 12), torch.tensor([2, 5, 8], dtype=torch.int32)),

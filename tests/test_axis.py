@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autotp.core.axis import Atom, Dim, Forest
+from autotp.core.partition import Part, Partition
 from autotp.core.size import Size, product
-from autotp.core.split import Segment, Split
+from autotp.core.split import Split, segment
 from autotp.run.blocks import take
 from tests.analysed import Analysed, analysed, family
 
@@ -33,6 +34,10 @@ def dims_of(forest: Forest, sizes: list[int]) -> Dim:
 
 def total(forest: Forest, dim: Dim) -> int:
     return forest.size(dim).coefficient
+
+
+def alone(axis: Atom) -> Partition:
+    return Partition((Part(axis.name),))
 
 
 @dataclass
@@ -109,10 +114,10 @@ def test_the_shares_of_all_ranks_partition_a_covered_dim(
     forest, dims = (found := refined(orders, steps)).forest, found.dims
     for dim in dims:
         for axis in set(forest.leaves(dim)):
-            split, size = forest.split(dim, axis), axis.size.coefficient
-            if split is None or not forest.covers(dim, axis):
-                continue
-            for tp in (n for n in (2, 3) if size % n == 0):
+            split, size = forest.split(dim, alone(axis)), axis.size.coefficient
+            for tp in (n for n in (2, 3) if size >= n):
+                if split is None or not split.is_exact(tp):
+                    continue
                 held = [
                     k
                     for rank in range(tp)
@@ -130,14 +135,14 @@ def test_ranges_are_the_elements_that_a_rank_takes(
 ) -> None:
     forest, dims = (found := refined(orders, steps)).forest, found.dims
     for axis in set(forest.leaves(dims[0])):
-        split = forest.split(dims[0], axis)
-        if split is not None and axis.size.coefficient % 2 == 0:
+        split = forest.split(dims[0], alone(axis))
+        if split is not None and axis.size.coefficient > 1:
             whole = torch.arange(total(forest, dims[0]))
             ranges = split.ranges(1, 2)
             held = [k for start, stop in ranges for k in range(start, stop)]
 
             assert held == take(whole, 0, split, 1, 2).tolist()
-            assert len(held) == split.length(2)
+            assert len(held) == split.local_length(1, 2)
 
 
 # ── by hand ──────────────────────────────────────────────────────────────────────────────────────
@@ -202,15 +207,16 @@ def test_a_dim_that_some_segments_lack_is_not_covered() -> None:
     fused = (forest.sum_of([heads + size, forest.dim(Size(6))]),)
 
     assert forest.contains(fused, heads[0])
-    assert not forest.covers(fused, heads[0])
-    assert Split(1, (Segment(1, 4, 2), Segment(1, 0, 6))) == forest.split(fused, heads[0])
+    split = forest.split(fused, alone(heads[0]))
+    assert Split(1, (segment(1, 4, 2), segment(1, 0, 6))) == split
+    assert not split.is_exact(2)
 
 
 def test_an_axis_in_two_factors_of_one_dim_has_no_split() -> None:
     forest = Forest()
     axis = forest.dim(Size(4))
 
-    assert forest.split(axis + axis, axis[0]) is None
+    assert forest.split(axis + axis, alone(axis[0])) is None
 
 
 def test_size_one_is_the_empty_product() -> None:

@@ -5,19 +5,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.core.split import Segment, Split, block
+from autotp.core.split import Extent, Peers, Segment, Split, block, segment, share
 from autotp.errors import PlanError
-from autotp.run.blocks import fitted, join, put, take
+from autotp.run.blocks import first_copy, fitted, join, put, rejoined, take
+from autotp.run.blocks import segments as pieces
 
 SMALL = st.integers(1, 3)
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[Split, int]:
-    parts = draw(st.integers(1, 4))
-    axis = st.one_of(st.just(0), SMALL.map(lambda n: n * parts))
-    segment = st.builds(Segment, SMALL, axis, SMALL)
-    return Split(draw(SMALL), tuple(draw(st.lists(segment, min_size=1, max_size=4)))), parts
+    """Splits over 1 to 6 ranks: even and uneven parts, factored groups, whole segments."""
+    first, second = draw(SMALL), draw(st.integers(1, 2))
+    ranks = first * second
+    outer = Extent(draw(st.integers(first, first + 3)), first, second)
+    inner = Extent(draw(st.integers(second, second + 2)), second, 1)
+    single = Extent(draw(st.integers(ranks, ranks + 4)), 0)
+    kinds = [(), (single,), (outer,), (inner,), (outer, inner)]
+    return Split(draw(SMALL), tuple(draw(st.lists(segments(kinds), min_size=1, max_size=4)))), ranks
+
+
+@st.composite
+def segments(draw: st.DrawFn, kinds: list[tuple[Extent, ...]]) -> Segment:
+    between = st.lists(SMALL.map(Extent), max_size=1)
+    extents = draw(between)
+    for extent in draw(st.sampled_from(kinds)):
+        extents += [extent, *draw(between)]
+    return Segment(tuple(extents))
 
 
 def whole(split: Split, dim: int) -> torch.Tensor:
@@ -38,12 +52,57 @@ def test_join_inverts_take(cut: tuple[Split, int], dim: int) -> None:
 
 @given(cuts(), st.integers(0, 2))
 @settings(deadline=None)
-def test_puts_sum_to_the_whole(cut: tuple[Split, int], dim: int) -> None:
+def test_puts_of_first_copies_sum_to_the_whole(cut: tuple[Split, int], dim: int) -> None:
+    split, parts = cut
+    x = whole(split, dim)
+    firsts = [first_copy(take(x, dim, split, r, parts), dim, split, r, parts) for r in range(parts)]
+    padded = [put(first, dim, split, r, parts) for r, first in enumerate(firsts)]
+
+    assert torch.equal(x, torch.stack(padded).sum(0))
+
+
+@given(cuts(), st.integers(0, 2))
+@settings(deadline=None)
+def test_puts_add_up_every_copy(cut: tuple[Split, int], dim: int) -> None:
     split, parts = cut
     x = whole(split, dim)
     padded = [put(take(x, dim, split, r, parts), dim, split, r, parts) for r in range(parts)]
+    holders = torch.zeros(split.length())
+    for rank in range(parts):
+        for start, stop in split.ranges(rank, parts):
+            holders[start:stop] += 1
 
-    assert torch.equal(x, torch.stack(padded).sum(0))
+    assert torch.equal(x * holders.view([-1 if d == dim else 1 for d in range(3)]), sum(padded))
+
+
+@given(cuts(), st.integers(0, 2))
+@settings(deadline=None)
+def test_segments_name_the_ranks_that_hold_the_same(cut: tuple[Split, int], dim: int) -> None:
+    split, ranks = cut
+    x = whole(split, dim)
+    rows = [pieces(take(x, dim, split, r, ranks), dim, split, r, ranks) for r in range(ranks)]
+    for rank, (own, peers) in enumerate(rows):
+        assert torch.equal(take(x, dim, split, rank, ranks), rejoined(own, dim))
+        for k, among in enumerate(peers):
+            same = [r for r in range(ranks) if torch.equal(own[k], rows[r][0][k])]
+
+            assert list(among.ranks) == same or own[k].numel() == 0
+
+
+@given(cuts())
+@settings(deadline=None)
+def test_the_flat_form_of_a_split_is_read_back(cut: tuple[Split, int]) -> None:
+    assert cut[0] == Split.decode(cut[0].encode())
+
+
+@given(cuts())
+@settings(deadline=None)
+def test_rank_0_holds_the_most_and_units_are_whole(cut: tuple[Split, int]) -> None:
+    split, ranks = cut
+    lengths = [split.local_length(r, ranks) for r in range(ranks)]
+
+    assert max(lengths) == lengths[0]
+    assert split.is_even(ranks) == (len(set(lengths)) == 1)
 
 
 @given(cuts(), st.integers(0, 2))
@@ -57,7 +116,7 @@ def test_take_holds_what_ranges_say(cut: tuple[Split, int], dim: int) -> None:
         local = take(x, dim, split, rank, parts)
 
         assert torch.equal(expected, local)
-        assert split.length(parts) == local.size(dim)
+        assert split.local_length(rank, parts) == local.size(dim)
 
 
 @given(cuts())
@@ -80,28 +139,28 @@ def test_meta_tensors_keep_the_local_shape(cut: tuple[Split, int]) -> None:
     split, parts = cut
     local = take(whole(split, 2).to("meta"), -1, split, parts - 1, parts)
 
-    assert (2, 3, split.length(parts)) == local.shape
-    assert (2, 3, split.length()) == put(local, 2, split, 0, parts).shape
+    assert (2, 3, split.local_length(parts - 1, parts)) == local.shape
+    assert (2, 3, split.length()) == put(local, 2, split, parts - 1, parts).shape
 
 
 def test_fused_segments_by_hand() -> None:
-    split = Split(1, (Segment(1, 4, 1), Segment(1, 0, 2), Segment(1, 2, 2)))
+    split = Split(1, (segment(1, 4, 1), segment(1, 0, 2), segment(1, 2, 2)))
     x = torch.arange(10)
 
     assert [0, 1, 4, 5, 6, 7] == take(x, 0, split, 0, 2).tolist()
     assert [2, 3, 4, 5, 8, 9] == take(x, 0, split, 1, 2).tolist()
-    assert [0, 0, 2, 3, 0, 0, 0, 0, 8, 9] == put(take(x, 0, split, 1, 2), 0, split, 1, 2).tolist()
+    assert [0, 0, 2, 3, 4, 5, 0, 0, 8, 9] == put(take(x, 0, split, 1, 2), 0, split, 1, 2).tolist()
 
 
 def test_repeated_concatenation_by_hand() -> None:
-    split = Split(2, (Segment(1, 2, 1), Segment(1, 4, 1)))
+    split = Split(2, (segment(1, 2, 1), segment(1, 4, 1)))
 
     assert [1, 4, 5, 7, 10, 11] == take(torch.arange(12), 0, split, 1, 2).tolist()
 
 
-@pytest.mark.parametrize("unknown", [Segment(-1, 4, 2), Segment(3, 4, -1), Segment(3, -1, 2)])
+@pytest.mark.parametrize("unknown", [segment(-1, 4, 2), segment(3, 4, -1), segment(3, -1, 2)])
 def test_unknown_size_is_inferred(unknown: Segment) -> None:
-    known, x = Split(1, (Segment(3, 4, 2),)), torch.arange(24)
+    known, x = Split(1, (segment(3, 4, 2),)), torch.arange(24)
     locals_ = [take(x, 0, Split(1, (unknown,)), rank, 2) for rank in range(2)]
 
     assert known == fitted(Split(1, (unknown,)), 24, 0)
@@ -121,8 +180,7 @@ def test_strided_input() -> None:
     ("split", "words"),
     [
         (block(6), "dim 0 has 8 elements"),
-        (block(8), "axis of 8, which 3 ranks do not divide"),
-        (Split(1, (Segment(-1, 3, 1),)), "dim 0 has 8 elements"),
+        (Split(1, (segment(-1, 3, 1),)), "dim 0 has 8 elements"),
     ],
 )
 def test_a_wrong_size_is_refused(split: Split, words: str) -> None:
@@ -131,5 +189,24 @@ def test_a_wrong_size_is_refused(split: Split, words: str) -> None:
 
 
 def test_parts_of_a_wrong_size_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"dim 0 has 5 elements, .* one of 2 parts"):
+    with pytest.raises(PlanError, match=r"dim 0 has 5 elements, .* rank 0's part of 2"):
         join([torch.arange(5), torch.arange(5)], 0, block(8))
+
+
+def test_parts_are_whole_units_the_first_ones_longer() -> None:
+    assert [(0, 3), (3, 2), (5, 2)] == [share(7, 3, k) for k in range(3)]
+    assert [0, 1, 2, 3, 4, 5] == take(
+        torch.arange(14), 0, Split(1, (segment(1, 7, 2),)), 0, 3
+    ).tolist()
+
+
+def test_a_factored_group_by_hand() -> None:
+    """8 query heads in 2 groups over 4 ranks, each with one of the 2 key-value heads."""
+    q = Split(1, (Segment((Extent(2, 2, 2), Extent(4, 2, 1))),))
+    k = Split(1, (Segment((Extent(2, 2, 2),)),))
+
+    assert [[0, 1], [2, 3], [4, 5], [6, 7]] == [
+        take(torch.arange(8), 0, q, r, 4).tolist() for r in range(4)
+    ]
+    assert [[0], [0], [1], [1]] == [take(torch.arange(2), 0, k, r, 4).tolist() for r in range(4)]
+    assert {Peers(0, 2, 1): 1} == k.copied(4)

@@ -172,7 +172,9 @@ def test_a_sum_over_the_group_stays_with_what_it_sums() -> None:
 def test_parameters_shared_by_layers_stay_in_the_root() -> None:
     flat = Flat()
     weights = [flat.weight(0), flat.weight(1)]
-    shared = flat.add(None, torch.ops.autotp.share_gradients.default, weights, "tp")
+    shared = flat.add(
+        None, torch.ops.autotp.share_gradients.default, weights, [[]] * len(weights), "tp"
+    )
     items = [flat.add(None, operator.getitem, shared, k) for k in range(2)]
     first = flat.add("layers.0", ATEN.mul.Tensor, flat.x, items[0])
     outlined = flat.done(flat.add("layers.1", ATEN.mul.Tensor, first, items[1]))

@@ -20,7 +20,7 @@ def broken(op: str, samples: tuple[Sample, ...], rules: Rulebook) -> list[str]:
         f"{op}, sample {number}, constant {case.program.inputs}, {reason}"
         for number, sample in enumerate(samples)
         for case in cases(op, sample, rules)
-        for tp in (2, 3)
+        for tp in (2, 3, 4)
         for reason in violations(case, tp)
     ]
 

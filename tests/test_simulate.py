@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autotp.core.placement import CONVERSIONS, Kind
-from autotp.core.split import Segment, Split, block
+from autotp.core.price import COLLECTIVES
+from autotp.core.split import Split, block, segment
 from autotp.errors import VerifyError
 from autotp.program import Program
 from autotp.run.conjugates import schema
@@ -23,12 +24,12 @@ from tests.spmd.placed import gradient_kind, is_placed, part, whole
 
 RAW = torch.ops._c10d_functional
 SHAPE = (4, 24)
-COLLECTIVES = {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 CUTS: dict[str, tuple[int, Split]] = {
     "rows": (0, block(4)),
     "columns": (1, block(24)),
-    "inner axis": (1, Split(1, (Segment(6, 4, 1),))),
-    "segments": (1, Split(1, (Segment(1, 4, 3), Segment(1, 12, 1)))),
+    "inner axis": (1, Split(1, (segment(6, 4, 1),))),
+    "segments": (1, Split(1, (segment(1, 4, 3), segment(1, 12, 1)))),
+    "uneven": (1, Split(1, (segment(1, 6, 2), segment(1, 12, 1)))),
 }
 Body = Callable[[fx.Graph, fx.Node], Any]
 
@@ -110,7 +111,7 @@ def test_a_conversion_keeps_the_law_of_placements(
     values = [output[0] for output in found.outputs]
     gradients = torch.autograd.grad(values, weights(found), back)
     counts = Counter(
-        f"{phase} {primitive}"
+        f"{phase} {COLLECTIVES[primitive]}"
         for phase, primitive in (
             ("forward", conversion.forward),
             ("backward", conversion.backward),
@@ -182,7 +183,7 @@ def test_pieces_of_unequal_size_are_exchanged() -> None:
 
 def test_a_local_index_is_counted_from_the_ranks_own_rows() -> None:
     def body(graph: fx.Graph, x: fx.Node) -> fx.Node:
-        return graph.call_function(OURS.local_index.default, (x, 3, GROUP))
+        return graph.call_function(OURS.local_index.default, (x, 6, GROUP))
 
     found = run(body, [torch.zeros(1)] * 2, torch.tensor([0, 2, 3, 5]))
     local, outside = zip(*(output[0] for output in found.outputs), strict=True)
@@ -195,7 +196,7 @@ def test_shared_gradients_are_summed_in_one_bucket_a_dtype() -> None:
     def body(graph: fx.Graph, x: fx.Node) -> fx.Node:
         w = graph.get_attr("w")
         half = graph.call_function(ATEN.mul.Tensor, (w, 0.5))
-        shared = graph.call_function(OURS.share_gradients.default, ([w, half], GROUP))
+        shared = graph.call_function(OURS.share_gradients.default, ([w, half], [[], []], GROUP))
         items = [graph.call_function(operator.getitem, (shared, k)) for k in (0, 1)]
         scaled = graph.call_function(ATEN.mul.Tensor, (items[1], 10.0))
         return graph.call_function(ATEN.add.Tensor, (items[0], scaled))
@@ -212,7 +213,7 @@ def test_shared_gradients_are_summed_in_one_bucket_a_dtype() -> None:
 def test_no_bucket_is_sent_where_nothing_needs_it() -> None:
     def body(graph: fx.Graph, x: fx.Node) -> fx.Node:
         w = graph.get_attr("w")
-        graph.call_function(OURS.share_gradients.default, ([w], GROUP))
+        graph.call_function(OURS.share_gradients.default, ([w], [[]], GROUP))
         return w
 
     found = run(body, [torch.ones(2), torch.ones(2)])

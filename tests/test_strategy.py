@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autotp.core.axis import Dim, Forest
+from autotp.core.partition import Offers, Part, Partition
 from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement, split
 from autotp.core.rule import Factor, NodeRule
 from autotp.core.size import Size
@@ -153,19 +154,58 @@ def test_one_rank_or_no_rule_leaves_one_strategy() -> None:
     assert ["replicated"] == list(op.all())
 
 
-def test_in_training_every_segment_of_a_fused_dim_must_have_the_axis() -> None:
+def test_what_lacks_the_axis_in_a_fused_dim_is_copied_and_its_gradient_partial() -> None:
     forest = Forest()
     heads, size = forest.dim(Size(6)), forest.dim(Size(2))
-    fused = (forest.sum_of([heads + size, forest.dim(Size(4))]),)
-    rule = NodeRule((Factor("pass", fused, ((0, 0), (~0, 0))),), ((fused,),))
+    piece = forest.dim(Size(4))
+    fused = (forest.sum_of([heads + size, piece]),)
+    rule = NodeRule((Factor("pass", fused, ((0, 0), (~0, 0), (~1, 0))),), ((fused,), (piece,)))
     facts = Facts(((fused,),), frozenset({0}), frozenset(), floating=True, flows=True)
     wanted = f"0:{heads[0].name}"
 
-    def labels(*, training: bool) -> list[str]:
-        return [s.label for s in strategies(rule, facts, forest, 2, training=training)]
+    def found(*, training: bool) -> Strategy:
+        made = strategies(rule, facts, forest, 2, training=training)
+        return {s.label: s for s in made}[wanted]
 
-    assert wanted in labels(training=False)
-    assert wanted not in labels(training=True)
+    cut = heads[0].name
+    assert (Placement("S", 0, cut), REPLICATED) == found(training=False).results
+    assert (Placement("S~", 0, cut), SHARED) == found(training=True).results
+
+
+def test_uneven_parts_need_a_unit_for_every_rank_and_an_offer() -> None:
+    op = Linear(out=5)
+    offers = Offers(frozenset({name(op.out)}))
+
+    def cut(tp: int, offers: Offers) -> bool:
+        made = strategies(op.rule, op.facts, op.forest, tp, training=True, offers=offers)
+        return any(s.axis == name(op.out) for s in made)
+
+    assert cut(4, offers)
+    assert not cut(6, offers)
+    assert not cut(4, Offers())
+
+
+def test_a_factored_group_copies_what_has_one_of_its_axes() -> None:
+    """2 key-value heads over 4 ranks: q, and the product of both, are cut in two axes."""
+    forest = Forest()
+    kv, group, size = forest.dim(Size(2)), forest.dim(Size(4)), forest.dim(Size(3))
+    rule = NodeRule(
+        (
+            Factor("pass", kv, ((0, 0), (1, 0), (~0, 0))),
+            Factor("pass", group, ((0, 1), (~0, 1))),
+            Factor("reduce", size, ((0, 2), (1, 1)), "sum"),
+        ),
+        ((kv, group),),
+    )
+    dims = ((kv, group, size), (kv, size))
+    facts = Facts(dims, frozenset({0, 1}), frozenset(), floating=True, flows=True)
+    both = Partition((Part(name(kv), 2, 2), Part(name(group), 2, 1)))
+    offers = Offers(joint=(both,))
+    made = {s.axis: s for s in strategies(rule, facts, forest, 4, training=True, offers=offers)}
+
+    found = made[str(both)]
+    assert (Placement("SS", 0, str(both)), Placement("S~", 0, f"{name(kv)}/2:2")) == found.operands
+    assert (Placement("SS", 0, str(both)),) == found.results
 
 
 def test_an_axis_within_a_product_names_its_own_axis() -> None:

@@ -12,9 +12,12 @@ from typing import Literal, TypeAlias
 from autotp.core.axis import Dim
 from autotp.core.notation import Signature
 
-__all__ = ["Factor", "FactorKind", "NodeRule", "Row", "Slot"]
+__all__ = ["ALIGNED", "Factor", "FactorKind", "NodeRule", "Row", "Slot"]
 
 FactorKind: TypeAlias = Literal["pass", "reduce", "whole"]
+ALIGNED = 8
+"""Elements: 16 bytes of the narrowest floating type in use, what some kernels ask of a stride."""
+
 Slot: TypeAlias = tuple[int, int]
 """(operand, dim) for operands counted from 0; results are counted ~0, ~1, …"""
 
@@ -28,7 +31,7 @@ class Row:
     - `reduce`: contracted factor to how shards join: "sum" or "mean" leave a partial sum; "max" and
       "none" may not be split.
     - `whole`: factors that must not be split. `block`: those of which a rank must hold consecutive
-      elements.
+      elements. `aligned`: those of which it must hold a multiple of `ALIGNED` elements.
     - `linear`: sets of operands (numbers as in the rule) that may be partial together.
     - `bias`: operands that are partial when a factor is reduced.
     - `options`: what `derive` needs besides the node's arguments.
@@ -44,6 +47,7 @@ class Row:
     reduce: Mapping[str, str] = field(default_factory=dict[str, str])
     whole: frozenset[str] = frozenset()
     block: frozenset[str] = frozenset()
+    aligned: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     bias: frozenset[int] = frozenset()
     derive: str = ""
@@ -63,6 +67,7 @@ class Factor:
     - `kind`: pass, reduce (contracted: splitting leaves a partial sum) or whole.
     - `join`: "sum" or "mean" for a reduced factor.
     - `block`: a rank must hold consecutive elements of it.
+    - `aligned`: a rank must hold a multiple of `ALIGNED` elements of it.
     """
 
     kind: FactorKind
@@ -70,6 +75,7 @@ class Factor:
     slots: tuple[Slot, ...]
     join: str = ""
     block: bool = False
+    aligned: bool = False
 
 
 @dataclass(frozen=True, slots=True)

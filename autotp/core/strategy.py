@@ -19,7 +19,7 @@ from math import prod
 from autotp.core.axis import Atom, Dim, Forest
 from autotp.core.partition import Offers, Part, Partition
 from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement
-from autotp.core.rule import Factor, NodeRule, Slot
+from autotp.core.rule import ALIGNED, Factor, NodeRule, Slot
 from autotp.core.split import Split
 
 __all__ = ["Facts", "Strategy", "strategies"]
@@ -124,7 +124,7 @@ class _Maker:
             return None
         if reduced and not (self.facts.floating and self._contracts(reduced[0], partition)):
             return None
-        if any(f.block and not self._in_blocks(f, partition) for f in touched):
+        if not all(self._fits(f, partition) for f in touched):
             return None
         slots = {slot for f in touched for slot in f.slots}
         operands = [self._placed(k, slots, partition) for k in range(len(self.facts.operands))]
@@ -159,8 +159,14 @@ class _Maker:
         cuts = self._cuts(factor, partition)
         return all(cut is not None and cut.is_exact(self.tp) for cut in cuts)
 
-    def _in_blocks(self, factor: Factor, partition: Partition) -> bool:
-        return all(cut is None or cut.is_block(self.tp) for cut in self._cuts(factor, partition))
+    def _fits(self, factor: Factor, partition: Partition) -> bool:
+        """Whether parts are of consecutive elements, and aligned, where the factor asks for it."""
+        if not (factor.block or factor.aligned):
+            return True
+        cuts = [cut for cut in self._cuts(factor, partition) if cut]
+        lengths = [cut.local_length(r, self.tp) for cut in cuts for r in range(self.tp)]
+        aligned = not factor.aligned or all(n % ALIGNED == 0 for n in lengths)
+        return aligned and (not factor.block or all(cut.is_block(self.tp) for cut in cuts))
 
     def _dims(self, slot: int) -> tuple[Dim, ...]:
         return self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]
@@ -176,10 +182,15 @@ class _Maker:
         if any(s is None for s in splits) or len(cut) > 2:
             return None
         if len(cut) == 2:
-            apart = len(here.parts) == 2 and prod(p.parts for p in here.parts) == self.tp
+            apart = prod(self._parts(s) for s in splits if s) == self.tp
             return Placement("SS", cut[0], str(here)) if apart else None
         copied = any(not s.is_exact(self.tp) for s in splits if s)
         return Placement("S~" if copied and self.training else "S", cut[0], str(here))
+
+    def _parts(self, split: Split) -> int:
+        """In how many parts all segments of a dim are cut; 0 if not all in as many."""
+        copies = {s.copies(self.tp) for s in split.segments}
+        return self.tp // copies.pop() if len(copies) == 1 else 0
 
     def _lacking(self, slot: int) -> Placement:
         """Where a value without the axes lies: its gradient is partial."""

@@ -175,12 +175,17 @@ class _Checker:
         return PARTIAL if (namespace, op) == ("autotp", "keep_first") else REPLICATED
 
     def _constant_cut(self, found: fx.Node, operand: Operand, wanted: Placement) -> Placement:
-        """What a strategy asks for, if a constant is sliced so."""
-        dim, written = cast(int, found.args[1]), tuple(cast("list[int]", found.args[2]))
-        if not wanted.is_split or dim != wanted.dim:
-            return REPLICATED
-        split = self.analysis.forest.split(operand.dims[dim], Partition.of(wanted.axis))
-        return wanted if split is not None and split.encode() == written else REPLICATED
+        """What a strategy asks for, if a constant is sliced so, dim by dim."""
+        written: dict[int, tuple[int, ...]] = {}
+        while _name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
+            written[cast(int, found.args[1])] = tuple(cast("list[int]", found.args[2]))
+            found = cast(fx.Node, found.args[0])
+        forest, partition = self.analysis.forest, Partition.of(wanted.axis)
+        cuts = {d: forest.split(dim, partition) for d, dim in enumerate(operand.dims)}
+        asked = {d: cut.encode() for d, cut in cuts.items() if cut and written.get(d)}
+        return (
+            wanted if wanted.is_split and wanted.dim in asked and asked == written else REPLICATED
+        )
 
 
 def _argument(node: fx.Node, operand: Operand) -> object:

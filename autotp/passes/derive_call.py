@@ -166,7 +166,8 @@ class Binding:
             kind = "reduce"
         join = join if kind == "reduce" else ""
         block = name in self.call.row.block
-        return Factor(kind, self.dims[name], tuple(self.slots[name]), join, block)
+        aligned = name in self.call.row.aligned
+        return Factor(kind, self.dims[name], tuple(self.slots[name]), join, block, aligned)
 
 
 def position(call: Call, number: int) -> int | None:

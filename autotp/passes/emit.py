@@ -233,8 +233,9 @@ def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) ->
 
 def groups(site: Site) -> fx.Node:
     """A convolution of each channel on its own: as many groups as this rank has channels."""
-    if site.strategy.results[0].dim == 1:
-        site.give("groups", local_length(site.use.rule.results[0][1], site))
+    dims = site.use.rule.results[0]
+    if 1 in site.placed_dims(site.strategy.results[0], dims):
+        site.give("groups", local_length(dims[1], site))
     return site.plain()
 
 

@@ -81,7 +81,7 @@ class _Writer:
         self.placed: dict[Value, dict[Placement, fx.Node]] = {}
         self.made: dict[Value, Placement] = {}
         self.locals: dict[object, torch.Tensor] = {}
-        self.constants: dict[tuple[fx.Node, Placement, tuple[int, ...]], fx.Node] = {}
+        self.constants: dict[object, fx.Node] = {}
 
     def write(self) -> None:
         """All nodes in program order."""
@@ -268,14 +268,25 @@ class _Writer:
         node = self.plain[operand.value[0]]
         if not wanted.is_split and wanted.kind != "P":
             return node
-        cut = self._split(operand.dims, wanted).encode() if wanted.is_split else ()
-        key = (node, wanted if wanted.kind == "P" else Placement("S", wanted.dim), cut)
+        steps = self._cut_apart(wanted, operand.dims)
+        cut = [(p.dim, self._split(operand.dims, p).encode()) for p in steps if p.is_split]
+        key = (node, wanted.kind, tuple(cut))
         if key not in self.constants:
-            new = self._write_conversion(node, REPLICATED, wanted, operand.dims)
-            _inherit(new, reader)
+            new = node
+            for step in self._cut_apart(wanted, operand.dims):
+                new = self._write_conversion(new, REPLICATED, step, operand.dims)
+                _inherit(new, reader)
             new.meta["val"] = self._local(node.meta["val"], wanted, operand.dims)
             self.constants[key] = new
         return self.constants[key]
+
+    def _cut_apart(self, placement: Placement, dims: tuple[Dim, ...]) -> list[Placement]:
+        """One placement a dim that is cut."""
+        if placement.kind != "SS":
+            return [placement]
+        cut = Partition.of(placement.axis)
+        places = [d for d, dim in enumerate(dims) if self.forest.present((dim,), cut).parts]
+        return [Placement("S", d, placement.axis) for d in places]
 
     def _converted(
         self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node
@@ -351,15 +362,9 @@ class _Writer:
         """The meta tensor of one rank's part."""
         if not placement.is_split:
             return meta
-        partition = Partition.of(placement.axis)
         shape: list[Any] = list(meta.shape)
-        cut = [placement.dim]
-        if placement.kind == "SS":
-            cut = [d for d, dim in enumerate(dims) if self.forest.present((dim,), partition).parts]
-        for d in cut:
-            split = self.forest.split(dims[d], partition)
-            assert split is not None, f"{placement} has no split"
-            shape[d] = self._local_size(shape[d], split)
+        for step in self._cut_apart(placement, dims):
+            shape[step.dim] = self._local_size(shape[step.dim], self._split(dims, step))
         key = (meta.dtype, tuple(n if type(n) is int else n.node.expr for n in shape))
         found = self.locals.get(key)
         if found is None:

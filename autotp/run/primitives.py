@@ -120,15 +120,15 @@ def _reduce_scatter(x: Tensor, wire: Wire) -> Tensor:
 
 def _all_to_all(x: Tensor, wire: Wire) -> Tensor:
     ranks, cut, to = size_of(wire.group), wire.cut, wire.to
-    lengths = cut.lengths(x, rank_of(wire.group), ranks)
-    pieces = [take(x, to.dim, to.split, rank, ranks) for rank in range(ranks)]
-    own = list(pieces[rank_of(wire.group)].shape)
     at = cut.dim % x.dim()
     if at == to.dim % x.dim():
         raise PlanError(
             f"dim {at} of {list(x.shape)} cannot go from {cut.split} to {to.split} by one "
             "all-to-all, since both cut it; convert to R first and then to S"
         )
+    lengths = cut.lengths(x, rank_of(wire.group), ranks)
+    pieces = [take(x, to.dim, to.split, rank, ranks) for rank in range(ranks)]
+    own = list(pieces[rank_of(wire.group)].shape)
     shapes = [[*own[:at], n, *own[at + 1 :]] for n in lengths]
     sent, expected = [p.numel() for p in pieces], [prod(shape) for shape in shapes]
     flat = torch.cat([p.flatten() for p in pieces])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotp.core.placement import Kind
 from autotp.core.split import Split
-from autotp.run.blocks import take
+from autotp.run.blocks import first_copy, put, take
 
 __all__ = ["gradient_kind", "is_placed", "part", "whole"]
 
@@ -22,24 +22,41 @@ def whole(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randint(-9, 10, tuple(shape), generator=generator).double()
 
 
-def gradient_kind(kind: Kind) -> Kind:
-    """How the gradient of a value of `kind` is placed, said as a value's kind."""
-    return {"R": "R", "R~": "P", "P": "R", "S": "S"}[kind]
+def gradient_kind(kind: Kind) -> str:
+    """How the gradient of a value of `kind` is placed, said as a value's kind.
+
+    `S+` is split, and what several ranks hold comes in summands.
+    """
+    return {"R": "R", "R~": "P", "P": "R", "S": "S", "S~": "S+"}[kind]
 
 
-def part(x: Tensor, kind: Kind, dim: int, split: Split, rank: int, world: int) -> Tensor:
-    """What `rank` holds of `x`; summands of P are drawn at random and sum to `x`."""
-    if kind == "S":
+def part(x: Tensor, kind: str, dim: int, split: Split, rank: int, world: int) -> Tensor:
+    """What `rank` holds of `x`; summands are drawn at random."""
+    if kind in ("S", "S~"):
         return take(x, dim, split, rank, world).clone()
+    if kind == "S+":
+        return _summands(x, dim, split, world)[rank]
     if kind == "P":
         summands = [whole(x.shape, 100 + r) for r in range(1, world)]
         return [x - sum(summands), *summands][rank]
     return x.clone()
 
 
-def is_placed(x: Tensor, parts: Sequence[Tensor], kind: Kind, dim: int, split: Split) -> bool:
+def _summands(x: Tensor, dim: int, split: Split, world: int) -> list[Tensor]:
+    ranks = range(world)
+    drawn = [take(whole(x.shape, 100 + r), dim, split, r, world) for r in ranks]
+    later = [n - first_copy(n, dim, split, r, world) for r, n in enumerate(drawn)]
+    rest = x - sum(put(n, dim, split, r, world) for r, n in enumerate(later))
+    firsts = [first_copy(take(rest, dim, split, r, world), dim, split, r, world) for r in ranks]
+    return [first + n for first, n in zip(firsts, later, strict=True)]
+
+
+def is_placed(x: Tensor, parts: Sequence[Tensor], kind: str, dim: int, split: Split) -> bool:
     """Whether the ranks' `parts` are `x` placed as `kind`."""
     if kind == "P":
         return torch.equal(x, torch.stack(list(parts)).sum(0))
+    if kind == "S+":
+        padded = [put(p, dim, split, rank, len(parts)) for rank, p in enumerate(parts)]
+        return torch.equal(x, torch.stack(padded).sum(0))
     expected = [part(x, kind, dim, split, rank, len(parts)) for rank in range(len(parts))]
     return all(torch.equal(e, p) for e, p in zip(expected, parts, strict=True))

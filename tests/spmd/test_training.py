@@ -93,7 +93,9 @@ def shared_gradients(rank: int, world: int, dtype: torch.dtype | None) -> tuple[
     unused = whole((4,), 2).requires_grad_()
     narrow = whole((2,), 3).float().requires_grad_()
     frozen = whole((2,), 4).half()
-    xs = OPS.share_gradients([w, frozen, unused, narrow], resolve(world).name, dtype=dtype)
+    xs = OPS.share_gradients(
+        [w, frozen, unused, narrow], [[]] * 4, resolve(world).name, dtype=dtype
+    )
     assert [w.data_ptr(), frozen.data_ptr()] == [xs[0].data_ptr(), xs[1].data_ptr()]
     loss = (xs[0] * (rank + 1)).t().sum() + (xs[1] * xs[3]).sum() * rank
     with Tally() as tally:
@@ -121,7 +123,7 @@ def test_shared_gradients_take_one_all_reduce_a_dtype(
 
 def without_gradients(rank: int, world: int) -> int:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    OPS.share_gradients([x], resolve(world).name)
+    OPS.share_gradients([x], [[]], resolve(world).name)
     with Tally() as tally:
         y.sum().backward()
     assert x.grad is None
@@ -135,7 +137,7 @@ def test_shared_gradients_that_nobody_wants_cost_nothing(pool: Pools) -> None:
 def looked_up(rank: int, world: int) -> tuple[Tensor, Tensor]:
     group, table = resolve(world).name, whole((12, 3), 1)
     local = take(table, 0, block(12), rank, world).clone().requires_grad_()
-    index, outside = OPS.local_index(torch.tensor([[0, 11, 5], [6, 3, 3]]), 12 // world, group)
+    index, outside = OPS.local_index(torch.tensor([[0, 11, 5], [6, 3, 3]]), 12, group)
     rows = embedding(index, local).masked_fill(outside[..., None], 0.0)
     y = OPS.reduce(rows, group)
     y.backward(whole((2, 3, 3), 2))
