@@ -22,7 +22,11 @@ def cuts(draw: st.DrawFn) -> tuple[Split, int]:
     inner = Extent(draw(st.integers(second, second + 2)), second, 1)
     single = Extent(draw(st.integers(ranks, ranks + 4)), 0)
     kinds = [(), (single,), (outer,), (inner,), (outer, inner)]
-    return Split(draw(SMALL), tuple(draw(st.lists(segments(kinds), min_size=1, max_size=4)))), ranks
+    listed = st.lists
+    if draw(st.booleans()):
+        within = listed(segments([(), (inner,)]), min_size=1, max_size=4)
+        return Split(outer.size * 2, tuple(draw(within)), (outer, Extent(2))), ranks
+    return Split(draw(SMALL), tuple(draw(listed(segments(kinds), min_size=1, max_size=4)))), ranks
 
 
 @st.composite

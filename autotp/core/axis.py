@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import groupby
+from math import prod
+from typing import TypeAlias
 
 from autotp.core.partition import Partition
 from autotp.core.size import ONE, Size, product
@@ -49,6 +51,7 @@ class Atom:
 
 
 Dim = tuple[Atom, ...]
+Extents: TypeAlias = tuple[Extent, ...]
 
 
 @dataclass(slots=True)
@@ -321,14 +324,15 @@ class Forest:
         flat = self.flat(dim)
         holders = [a for a in flat if self.present(((a,),), partition).parts]
         sums = [a for a in holders if a.segments is not None]
-        if not holders or len(set(holders)) != len(holders) or (sums and len(holders) > 1):
+        if not holders or len(set(holders)) != len(holders) or len(sums) > 1:
             return None
         if not sums:
             extents = self._extents(flat, partition)
             return None if extents is None else Split(1, (Segment(extents),))
         at = flat.index(sums[0])
-        before, after = self.size(flat[:at]), self.size(flat[at + 1 :])
-        return self._split_sections(sums[0], partition, before.static, after.static)
+        before = self._extents(flat[:at], partition)
+        after = self._extents(flat[at + 1 :], partition)
+        return self._split_sections(sums[0], partition, before, after)
 
     def _extents(self, flat: Dim, partition: Partition) -> tuple[Extent, ...] | None:
         """A product without sums: its cut axes, and what stands between them as one extent."""
@@ -343,25 +347,25 @@ class Forest:
         return None if unknown > 1 else tuple(extents)
 
     def _split_sections(
-        self, atom: Atom, partition: Partition, outer: int | None, inner: int | None
+        self, atom: Atom, partition: Partition, before: Extents | None, after: Extents | None
     ) -> Split | None:
-        if outer is None or inner is None:
+        if before is None or after is None or any(e.size == -1 for e in (*before, *after)):
             return None
-        tail = () if inner == 1 else (Extent(inner),)
         segments: list[Segment] = []
         for section in self.sections(atom):
             length = self.size(section).static
             if length is None:
                 return None
             if not self.present((section,), partition).parts:
-                segments.append(Segment((Extent(length * inner),)))
+                segments.append(Segment((Extent(length), *after)))
                 continue
             cut = self.split(section, partition)
-            if cut is None or not cut.is_known:
+            if cut is None or not cut.is_known or cut.repeats:
                 return None
-            deeper = [Segment((*s.extents, *tail)) for s in cut.segments]
+            deeper = [Segment((*s.extents, *after)) for s in cut.segments]
             segments.extend(deeper * cut.outer)
-        return Split(outer, tuple(segments))
+        outer = prod(e.size for e in before)
+        return Split(outer, tuple(segments), before if any(e.parts != 1 for e in before) else ())
 
     def text(self, dim: Dim, names: dict[Atom, str] | None = None) -> str:
         """The dim in the notation, `(H*d + H*d)`; a leaf without a name prints its size."""

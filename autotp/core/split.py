@@ -92,16 +92,6 @@ class Segment:
         """The number of elements that `rank` of `ranks` holds."""
         return prod([e.part(rank, ranks)[1] for e in self.extents])
 
-    def copies(self, ranks: int) -> int:
-        """How many ranks hold each element."""
-        return ranks // prod([e.parts or ranks for e in self.cuts])
-
-    def peers(self, rank: int, ranks: int) -> "Peers":
-        """The ranks that hold what `rank` holds."""
-        own = [e.at(rank, ranks) for e in self.cuts]
-        same = [r for r in range(ranks) if [e.at(r, ranks) for e in self.cuts] == own]
-        return Peers(same[0], len(same), same[1] - same[0] if len(same) > 1 else 1)
-
     def spans(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
         """The [start, stop) intervals that `rank` holds, in order."""
         last = max((k for k, e in enumerate(self.extents) if e.parts != 1), default=-1)
@@ -120,16 +110,27 @@ class Segment:
 class Split:
     """The cut of one dim: `outer` repetitions of the concatenated `segments`.
 
+    - `repeats`: the extents of which `outer` is the product, where some are cut as well.
+
     Constraints: at most one size is -1, in a Split of one segment with `outer` 1.
     """
 
     outer: int
     segments: tuple[Segment, ...]
+    repeats: tuple[Extent, ...] = ()
 
     @property
     def is_known(self) -> bool:
         """Whether no size is left to run time."""
         return all(e.size != -1 for s in self.segments for e in s.extents)
+
+    def extents(self, piece: Segment) -> tuple[Extent, ...]:
+        """All extents of a segment: those of its repetitions, then its own."""
+        return (*(self.repeats or (Extent(self.outer),)), *piece.extents)
+
+    def cuts(self, piece: Segment) -> tuple[Extent, ...]:
+        """Those of them that are cut."""
+        return tuple(e for e in self.extents(piece) if e.parts != 1)
 
     def is_block(self, ranks: int) -> bool:
         """Whether each rank holds one run of consecutive elements."""
@@ -141,29 +142,49 @@ class Split:
 
     def is_even(self, ranks: int) -> bool:
         """Whether all ranks hold equally many elements."""
-        return all(e.is_even(ranks) for s in self.segments for e in s.cuts)
+        return all(e.is_even(ranks) for s in self.segments for e in self.cuts(s))
 
     def is_exact(self, ranks: int) -> bool:
         """Whether each element is held by one rank only."""
-        return all(s.copies(ranks) == 1 for s in self.segments)
+        return all(self.copies(s, ranks) == 1 for s in self.segments)
+
+    def copies(self, piece: Segment, ranks: int) -> int:
+        """How many ranks hold each element of a segment."""
+        return ranks // prod([e.parts or ranks for e in self.cuts(piece)])
+
+    def peers(self, piece: Segment, rank: int, ranks: int) -> Peers:
+        """The ranks that hold what `rank` holds of a segment."""
+        cuts = self.cuts(piece)
+        own = [e.at(rank, ranks) for e in cuts]
+        same = [r for r in range(ranks) if [e.at(r, ranks) for e in cuts] == own]
+        return Peers(same[0], len(same), same[1] - same[0] if len(same) > 1 else 1)
 
     def copied(self, ranks: int) -> dict[Peers, int]:
         """Of what rank 0 holds, the elements that it shares, by the ranks that hold them too."""
         found: dict[Peers, int] = {}
         for piece in self.segments:
-            peers = piece.peers(0, ranks)
+            peers = self.peers(piece, 0, ranks)
             if peers.count > 1:
-                length = self.outer * piece.local_length(0, ranks)
+                length = self.local_outer(0, ranks) * piece.local_length(0, ranks)
                 found[peers] = found.get(peers, 0) + length
         return found
+
+    def whole(self) -> int:
+        """The number of elements that every rank holds."""
+        return self.outer * sum(s.length() for s in self.segments if not self.cuts(s))
 
     def length(self) -> int:
         """The number of elements of the whole dim."""
         return self.outer * sum(s.length() for s in self.segments)
 
+    def local_outer(self, rank: int, ranks: int) -> int:
+        """The repetitions that `rank` of `ranks` holds."""
+        return prod([e.part(rank, ranks)[1] for e in self.repeats]) if self.repeats else self.outer
+
     def local_length(self, rank: int, ranks: int) -> int:
         """The number of elements of the dim that `rank` of `ranks` holds; rank 0 has the most."""
-        return self.outer * sum(s.local_length(rank, ranks) for s in self.segments)
+        inner = sum(s.local_length(rank, ranks) for s in self.segments)
+        return self.local_outer(rank, ranks) * inner
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
         """The ordered, merged `[start, stop)` intervals of the whole dim that `rank` holds.
@@ -171,35 +192,38 @@ class Split:
         Constraints: no size is -1.
         """
         spans: list[tuple[int, int]] = []
-        start = 0
-        for _ in range(self.outer):
-            for piece in self.segments:
-                spans.extend((start + a, start + b) for a, b in piece.spans(rank, ranks))
-                start += piece.length()
+        inner = self.length() // self.outer
+        for first, last in Segment(self.repeats or (Extent(self.outer),)).spans(rank, ranks):
+            for start in range(first * inner, last * inner, inner):
+                at = start
+                for piece in self.segments:
+                    spans.extend((at + a, at + b) for a, b in piece.spans(rank, ranks))
+                    at += piece.length()
         return _merged(spans)
 
     def encode(self) -> tuple[int, ...]:
         """The flat form that the `autotp` ops take.
 
-        `(outer, n1, size, parts, stride, …, n2, …)`: the count of each segment's extents, then
-        those.
+        `(outer, n0, size, parts, stride, …, n1, size, parts, stride, …, n2, …)`: the count of the
+        repetitions' extents and those, then the same for each segment.
         """
         flat = [self.outer]
-        for piece in self.segments:
-            flat += [len(piece.extents), *(n for e in piece.extents for n in e)]
+        for extents in (self.repeats, *(s.extents for s in self.segments)):
+            flat += [len(extents), *(n for e in extents for n in e)]
         return tuple(flat)
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> "Split":
         """The Split of which `numbers` is the flat form."""
-        segments: list[Segment] = []
+        rows: list[tuple[Extent, ...]] = []
         at = 1
         while at < len(numbers):
             stop = at + 1 + 3 * numbers[at]
             triples = zip(*(iter(numbers[at + 1 : stop]),) * 3, strict=True)
-            segments.append(Segment(tuple(Extent(*t) for t in triples)))
+            rows.append(tuple(Extent(*t) for t in triples))
             at = stop
-        return Split(numbers[0], tuple(segments))
+        repeats, *segments = rows or [()]
+        return Split(numbers[0], tuple(Segment(extents) for extents in segments), repeats)
 
 
 def segment(outer: int, axis: int, inner: int) -> Segment:

@@ -189,7 +189,7 @@ class _Maker:
 
     def _parts(self, split: Split) -> int:
         """In how many parts all segments of a dim are cut; 0 if not all in as many."""
-        copies = {s.copies(self.tp) for s in split.segments}
+        copies = {split.copies(s, self.tp) for s in split.segments}
         return self.tp // copies.pop() if len(copies) == 1 else 0
 
     def _lacking(self, slot: int) -> Placement:

@@ -369,8 +369,7 @@ def _held_whole(record: ParameterRecord) -> int:
     if record.dim is None:
         return record.bytes
     split = Split.decode(record.split)
-    whole = split.outer * sum(s.length() for s in split.segments if not s.cuts)
-    return record.bytes * whole // split.length()
+    return record.bytes * split.whole() // split.length()
 
 
 def _up_to(most: int) -> str:

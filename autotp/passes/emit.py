@@ -111,8 +111,12 @@ def local_size(size: Argument, dim: Dim, site: Site) -> Argument:
 
 
 def _units(dim: Dim, site: Site) -> tuple[int, int, bool]:
-    """Of a dim's cut axes: their units, those of this rank, whether all ranks have as many."""
+    """Of a dim (of its cut axes, if its size is symbolic): the units, those of this rank, and
+    whether all ranks have as many.
+    """
     split, tp = _split(dim, site), site.to.tp
+    if split.is_known:
+        return split.length(), split.local_length(site.to.rank, tp), split.is_even(tp)
     cuts = split.segments[0].cuts
     local = prod(e.part(site.to.rank, tp)[1] for e in cuts)
     return prod(e.size for e in cuts), local, split.is_even(tp)

@@ -10,7 +10,7 @@ input, is a vocabulary.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -273,18 +273,34 @@ class _Finder:
         return tuple(n for n in self.analysis.parameters if n in wanted)
 
     def _settle(self, out: Matching) -> None:
-        """Give each parameter the pair that most parameter bytes share; drop pairs without any."""
+        """Give each parameter the pair that most parameter bytes share; drop pairs without any.
+
+        A pair whose closers have all settled elsewhere joins nothing (the head size of a lone
+        key-value head, where the output projection is cut by heads): its openers settle again.
+        """
         weight = {p: sum(self._carried(n, p) for n in {*p.openers, *p.closers}) for p in out.pairs}
+        while True:
+            out.pair_of = self._settled(out.pairs, weight)
+            joined = {p for n, p in out.pair_of.items() if p.vocabulary or n in p.closers}
+            if joined >= set(out.pair_of.values()):
+                break
+            out.pairs = [p for p in out.pairs if p in joined]
+        out.home = {n: self._home(n, pair) for n, pair in out.pair_of.items()}
+        out.pairs = [p for p in out.pairs if p in set(out.pair_of.values())]
+
+    def _settled(
+        self, pairs: list[AxisPair], weight: Mapping[AxisPair, Fraction | int]
+    ) -> dict[str, AxisPair]:
+        found: dict[str, AxisPair] = {}
         for name in self.analysis.parameters:
-            mine = [p for p in out.pairs if name in p.openers or name in p.closers]
+            mine = [p for p in pairs if name in p.openers or name in p.closers]
             closed = [p for p in mine if name in p.closers and not p.vocabulary]
             if closed and name not in self.tables:  # the last closer's own output is no vocabulary
                 mine = closed
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
             if mine:
-                out.pair_of[name] = mine[0]
-                out.home[name] = self._home(name, mine[0])
-        out.pairs = [p for p in out.pairs if p in set(out.pair_of.values())]
+                found[name] = mine[0]
+        return found
 
     def _home(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
         node = self.analysis.parameters[name]

@@ -402,8 +402,7 @@ def _held(split: Split, size: int, tp: int) -> int:
 
 def _whole(split: Split, size: int) -> int:
     """Of the `size` bytes of a value, those that every rank holds."""
-    whole = split.outer * sum(s.length() for s in split.segments if not s.cuts)
-    return size * whole // split.length()
+    return size * split.whole() // split.length()
 
 
 def _table(

@@ -4,14 +4,14 @@ One idea: a dim is viewed by its factors, cut or joined along some of them, and 
 index lists, so it works on meta tensors, under autograd and with symbolic sizes.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autotp.core.split import Peers, Segment, Split
+from autotp.core.split import Extent, Peers, Segment, Split
 from autotp.errors import PlanError
 
 __all__ = [
@@ -37,8 +37,8 @@ def take(x: Tensor, dim: int, split: Split, rank: int, parts: int) -> Tensor:
     cut = fitted(split, x.size(dim), dim)
     lengths = [s.length() for s in cut.segments]
     pieces = [
-        _narrowed(piece, dim + 1, segment, rank, parts)
-        for piece, segment in zip(_pieces(x, dim, cut, lengths), cut.segments, strict=True)
+        _narrowed(piece, dim, _Extents.of(cut, segment), rank, parts)
+        for piece, segment in zip(_pieces(x, dim, cut.outer, lengths), cut.segments, strict=True)
     ]
     return _concatenated(pieces, dim)
 
@@ -55,7 +55,7 @@ def join(parts: Sequence[Tensor], dim: int, split: Split) -> Tensor:
     rows = [_local_pieces(x, dim, cut, rank, ranks) for rank, x in enumerate(parts)]
     columns = zip(*rows, strict=True)
     pieces = [
-        _joined(column, dim + 1, segment)
+        _joined(column, dim, _Extents.of(cut, segment))
         for column, segment in zip(columns, cut.segments, strict=True)
     ]
     return _concatenated(pieces, dim)
@@ -70,11 +70,9 @@ def put(x: Tensor, dim: int, split: Split, rank: int, parts: int) -> Tensor:
     """
     dim = dim % x.dim()
     cut = fitted_part(split, x.size(dim), dim, rank, parts)
+    found = zip(_local_pieces(x, dim, cut, rank, parts), cut.segments, strict=True)
     pieces = [
-        _widened(piece, dim + 1, segment, rank, parts)
-        for piece, segment in zip(
-            _local_pieces(x, dim, cut, rank, parts), cut.segments, strict=True
-        )
+        _widened(piece, dim, _Extents.of(cut, segment), rank, parts) for piece, segment in found
     ]
     return _concatenated(pieces, dim)
 
@@ -96,12 +94,32 @@ def segments(
     dim = dim % x.dim()
     cut = fitted_part(split, x.size(dim), dim, rank, parts)
     pieces = _local_pieces(x, dim, cut, rank, parts)
-    return pieces, [s.peers(rank, parts) for s in cut.segments]
+    return pieces, [cut.peers(s, rank, parts) for s in cut.segments]
 
 
 def rejoined(pieces: Sequence[Tensor], dim: int) -> Tensor:
     """The tensor of which `segments` gave the pieces."""
     return _concatenated(pieces, dim % (pieces[0].dim() - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Extents:
+    """The extents of a segment's repetitions, and its own."""
+
+    outer: tuple[Extent, ...]
+    inner: tuple[Extent, ...]
+
+    @staticmethod
+    def of(split: Split, segment: Segment) -> "_Extents":
+        return _Extents(split.repeats or (Extent(split.outer),), segment.extents)
+
+    def cut(self) -> list[tuple[int, Extent]]:
+        """Those that are cut, with their places."""
+        return [(k, e) for k, e in enumerate((*self.outer, *self.inner)) if e.parts != 1]
+
+    def map(self, length: Callable[[Extent], int]) -> tuple[list[int], list[int]]:
+        """A number for each."""
+        return [length(e) for e in self.outer], [length(e) for e in self.inner]
 
 
 def fitted(split: Split, size: int, dim: int) -> Split:
@@ -148,15 +166,15 @@ def _unfit(split: Split, size: int, dim: int, part: str = "") -> PlanError:
     )
 
 
-def _pieces(x: Tensor, dim: int, split: Split, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+def _pieces(x: Tensor, dim: int, outer: int, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     """The segments of `x`, each with the repetitions at `dim` and its own elements at `dim + 1`."""
-    rows = x.unflatten(dim, (split.outer, x.size(dim) // split.outer))
+    rows = x.unflatten(dim, (outer, x.size(dim) // outer))
     return (rows,) if len(lengths) == 1 else rows.split(list(lengths), dim + 1)
 
 
 def _local_pieces(x: Tensor, dim: int, split: Split, rank: int, ranks: int) -> tuple[Tensor, ...]:
     lengths = [s.local_length(rank, ranks) for s in split.segments]
-    return _pieces(x, dim, split, lengths)
+    return _pieces(x, dim, split.local_outer(rank, ranks), lengths)
 
 
 def _concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -164,44 +182,49 @@ def _concatenated(pieces: Sequence[Tensor], dim: int) -> Tensor:
     return rows.flatten(dim, dim + 1)
 
 
-def _narrowed(x: Tensor, dim: int, segment: Segment, rank: int, ranks: int) -> Tensor:
-    if not segment.cuts:
-        return x
-    runs = x.unflatten(dim, [e.size for e in segment.extents])
-    for k, extent in enumerate(segment.extents):
-        if extent.parts != 1:
-            runs = runs.narrow(dim + k, *extent.part(rank, ranks))
-    return runs.flatten(dim, dim + len(segment.extents) - 1)
+def _narrowed(x: Tensor, dim: int, extents: _Extents, rank: int, ranks: int) -> Tensor:
+    runs = _spread(x, dim, extents.map(lambda e: e.size))
+    for k, extent in extents.cut():
+        runs = runs.narrow(dim + k, *extent.part(rank, ranks))
+    return _folded(runs, dim, extents)
 
 
-def _widened(x: Tensor, dim: int, segment: Segment, rank: int, ranks: int) -> Tensor:
-    if not segment.cuts:
-        return x
-    runs = _runs(x, dim, segment, rank, ranks)
-    for k, extent in enumerate(segment.extents):
+def _widened(x: Tensor, dim: int, extents: _Extents, rank: int, ranks: int) -> Tensor:
+    runs = _spread(x, dim, extents.map(lambda e: e.part(rank, ranks)[1]))
+    for k, extent in extents.cut():
         start, length = extent.part(rank, ranks)
         after = runs.dim() - 1 - (dim + k)
         runs = functional.pad(runs, [0, 0] * after + [start, extent.size - start - length])
-    return runs.flatten(dim, dim + len(segment.extents) - 1)
+    return _folded(runs, dim, extents)
 
 
-def _runs(x: Tensor, dim: int, segment: Segment, rank: int, ranks: int) -> Tensor:
-    return x.unflatten(dim, [e.part(rank, ranks)[1] for e in segment.extents])
-
-
-def _joined(column: Sequence[Tensor], dim: int, segment: Segment) -> Tensor:
+def _joined(column: Sequence[Tensor], dim: int, extents: _Extents) -> Tensor:
     """One segment of all ranks: the first copies of its parts, put together cut by cut."""
-    if not segment.cuts:
-        return column[0]
-    ranks = len(column)
-    parts = {
-        tuple(e.at(rank, ranks) for e in segment.cuts): _runs(x, dim, segment, rank, ranks)
-        for rank, x in reversed(list(enumerate(column)))
-    }
-    places = [k for k, e in enumerate(segment.extents) if e.parts != 1]
-    for k in reversed(places):
+    ranks, cut = len(column), extents.cut()
+    parts: dict[tuple[int, ...], Tensor] = {}
+    for rank, x in enumerate(column):
+        index = tuple(e.at(rank, ranks) for _, e in cut)
+        if index not in parts:
+            sizes = extents.map(lambda e, rank=rank: e.part(rank, ranks)[1])
+            parts[index] = _spread(x, dim, sizes)
+    for k, _ in reversed(cut):
         rows: dict[tuple[int, ...], list[Tensor]] = {}
         for index in sorted(parts):
             rows.setdefault(index[:-1], []).append(parts[index])
         parts = {index: torch.cat(row, dim + k) for index, row in rows.items()}
-    return parts[()].flatten(dim, dim + len(segment.extents) - 1)
+    return _folded(parts[()], dim, extents)
+
+
+def _spread(x: Tensor, dim: int, sizes: tuple[list[int], list[int]]) -> Tensor:
+    """A piece's two dims, its repetitions and its elements, as one dim an extent."""
+    outer, inner = sizes
+    x = x.unflatten(dim + 1, inner) if inner else x.squeeze(dim + 1)
+    return x.unflatten(dim, outer)
+
+
+def _folded(runs: Tensor, dim: int, extents: _Extents) -> Tensor:
+    """The two dims again."""
+    last = dim + len(extents.outer)
+    if not extents.inner:
+        return runs.flatten(dim, last - 1).unsqueeze(dim + 1)
+    return runs.flatten(last, last + len(extents.inner) - 1).flatten(dim, last - 1)
