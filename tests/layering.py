@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # nouns with torch in them; they may know each other
-NOUNS = {"rulebook", "program", "sizes", "analysis", "layouts", "options", "whole"}
+NOUNS = {"rulebook", "program", "sizes", "analysis", "layouts", "offers", "options", "whole"}
 BELOW = {"errors", "core"}
 # what each part may import of autotp
 ALLOWED = {

@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 from autotp.core.placement import SHARED
+from autotp.core.split import Split, segment
 from autotp.errors import VerifyError
 from autotp.options import Options
 from autotp.passes.check import check
@@ -52,6 +53,7 @@ def checked(made: Made) -> None:
         work().analysis,
         made.decision,
         training=True,
+        tp=TP,
     )
 
 
@@ -92,8 +94,9 @@ def reduced_twice(graph: fx.Graph) -> fx.Node:
 
 def gathered_otherwise(graph: fx.Graph) -> fx.Node:
     gather = node_of(graph, OURS.gather.default)
-    x, dim, (outer, *_), group = gather.args
-    gather.args = (x, dim, [outer, 2, WORDS // 2, 1], group)
+    x, dim, _, group = gather.args
+    halves = Split(1, (segment(2, WORDS // 2, 1),))
+    gather.args = (x, dim, list(halves.encode()), group)
     return gather
 
 

@@ -54,19 +54,19 @@ def test_tp_must_be_a_number_of_ranks(hand: Hand, call: Callable[..., object], t
     says(message, "tp", repr(tp), "a whole number of ranks, 1 or more")
 
 
-def test_tp_that_divides_nothing_gives_a_plan_that_says_which_would(hand: Hand) -> None:
-    plan = autotp.plan(hand[0], 7, example_inputs=hand[1])
+def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand) -> None:
+    plan = autotp.plan(hand[0], 1024, example_inputs=hand[1])
     notes = {pair.role: pair.note for pair in plan.pairs}
 
-    assert notes["attention"] == "heads (8) not divisible by tp 7; tp sizes that split it: 2, 4, 8"
-    assert "ffn (128) not divisible by tp 7; tp sizes that split it: 2, 4, 8" in notes["mlp"]
+    assert notes["attention"] == "heads (8): too few for tp 1024; tp sizes that split it: 2 to 8"
+    assert notes["mlp"] == "ffn (128): too few for tp 1024; tp sizes that split it: 2 to 128"
     assert not any(pair.split for pair in plan.pairs)
     assert "every rank holds 100.0% of the parameter bytes whole" in plan.warnings[0]
 
 
-def test_tp_that_divides_nothing_is_refused_when_strict(hand: Hand) -> None:
+def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
     message = message_of(
-        PlanError, lambda: autotp.plan(hand[0], 7, example_inputs=hand[1], strict=True)
+        PlanError, lambda: autotp.plan(hand[0], 1024, example_inputs=hand[1], strict=True)
     )
 
     says(message, "HandGPT", "holds 100.0% of the parameter bytes whole", "Choose a tp that")
@@ -158,9 +158,9 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
             ("blocks.0.down.weight", "neither a looked-up table nor a head", "row (dim 1"),
         ),
         (
-            7,
+            16,
             {"*.query.weight": "column"},
-            ("'column'", "over 7 ranks", "of 8 is not divisible by 7", "that divide it: 2, 4, 8"),
+            ("'column'", "over 16 ranks", "of 8 has no parts for 16 ranks", "split it: 2, 3, 4, 5"),
         ),
     ],
 )

@@ -21,7 +21,7 @@ from autotp.analysis import Decision
 from autotp.core.evidence import Evidence
 from autotp.core.placement import PARTIAL, Placement
 from autotp.core.problem import Problem, Solution
-from autotp.core.split import Split
+from autotp.core.split import Extent, Segment, Split
 from autotp.core.strategy import Strategy
 from autotp.core.trace import Trace
 from autotp.errors import VerifyError
@@ -88,6 +88,7 @@ def checked(name: str, one: Made, decision: Decision | None = None) -> str:
             work.analysis,
             decision or one.decision,
             training=True,
+            tp=TP,
         )
     except VerifyError as error:
         return str(error)
@@ -130,9 +131,17 @@ def recut(target: object, module: str) -> Edit:
 
     def edit(graph: fx.Graph) -> str:
         node = found(graph, target, module)
-        x, dim, (outer, *rest), group = node.args
-        first, axis, last = rest
-        node.args = (x, dim, [outer, first * 2, axis // 2, last], group)
+        x, dim, numbers, group = node.args
+        split = Split.decode(numbers)
+        halves = tuple(
+            piece
+            for extent in split.segments[0].extents
+            for piece in (
+                [Extent(2), Extent(extent.size // 2, 0)] if not extent.parts else [extent]
+            )
+        )
+        wrong = Split(split.outer, (Segment(halves),))
+        node.args = (x, dim, list(wrong.encode()), group)
         return node.name
 
     return edit

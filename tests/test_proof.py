@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autotp.core.evidence import Evidence
 from autotp.core.plan import ParameterRecord
-from autotp.core.split import Split
+from autotp.core.split import Split, block
 from autotp.errors import VerifyError
 from autotp.pipeline import verify
 from autotp.proof import prove
@@ -368,7 +368,7 @@ def test_a_floor_keeps_rounding_of_zero_from_counting() -> None:
 )
 def test_what_each_claim_says(parts: list[list[float]], claim: Any, right: bool) -> None:
     found = disagreement(
-        torch.tensor([1.0, 2.0]), [torch.tensor(p) for p in parts], claim, 0, (1, 1, 2, 1)
+        torch.tensor([1.0, 2.0]), [torch.tensor(p) for p in parts], claim, 0, block(2).encode()
     )
 
     assert right == (found.relative == 0)

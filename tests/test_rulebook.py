@@ -60,7 +60,7 @@ def test_roles_keep_their_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("bias =", "biases =", "unknown key 'biases'; the keys are bias, "),
+        ("bias =", "biases =", "unknown key 'biases'; the keys are aligned, bias, "),
         ('ops = ["aten.linear.default"]', "ops = []", 'names no op: set ops = ["namespace'),
         ("rule =", "note =", "needs exactly one of `rule` and `derive`"),
         ("bias = [2]", 'derive = "view"', "needs exactly one of `rule` and `derive`"),

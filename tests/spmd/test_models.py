@@ -105,6 +105,32 @@ def test_further_models_and_inference(pool: Pools, name: str, world: int, traini
     assert plan.collectives
 
 
+ODD = {"vocab_size": 503}
+TWO_KV = {"num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "sizes"),
+    [
+        ("llama", 3, ODD | {"intermediate_size": 101}),  # 8 heads in 4 groups: 2, 1, 1
+        ("bloom", 3, ODD),
+        ("t5", 3, ODD | {"d_ff": 101}),
+        ("mixtral", 3, ODD),
+        ("llama", 4, TWO_KV),  # each key-value head on two ranks
+        ("qwen3", 4, TWO_KV),
+        ("phi3", 4, TWO_KV),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide(
+    pool: Pools, name: str, world: int, sizes: Mapping[str, Any]
+) -> None:
+    one_layer = ONE_LAYER.get(name, {"num_hidden_layers": 1})
+    plan = compare(pool, name, world, one_layer | dict(sizes), True)
+
+    assert plan.cost["home_bytes"] == 0
+    assert all(pair.split for pair in plan.pairs)
+
+
 def trained(model: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
     """The parameters after a step of AdamW on each call."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

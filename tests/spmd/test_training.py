@@ -159,7 +159,7 @@ def test_a_lookup_split_along_the_vocabulary(pool: Pools, world: int) -> None:
 
 def mlp(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
     """A column-parallel and a row-parallel product, and a gather and scatter of what is between."""
-    split = (1, 1, -1, 1)
+    split = block(-1).encode()
     local = (OPS.copy(x, group) @ up).relu()
     between = OPS.gather(local, 1, split, group)
     return OPS.reduce(OPS.scatter(between, 1, split, group) @ down, group)
@@ -224,7 +224,9 @@ def shapes_without_data(rank: int, world: int) -> list[tuple[int, ...]]:
         local,
         OPS.gather(local, 1, split, group),
         OPS.reduce_scatter(x, 1, split, group),
-        OPS.exchange(local, 1, split, 0, (1, 1, 3, 1), group) if size_of(group) == 3 else local,
+        OPS.exchange(local, 1, split, 0, block(3).encode(), group)
+        if size_of(group) == 3
+        else local,
         OPS.reduce(x, group),
     ]
     return [tuple(result.shape) for result in results]
