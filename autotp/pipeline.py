@@ -42,7 +42,7 @@ from autotp.passes.check import check
 from autotp.passes.clean import retarget
 from autotp.passes.match import match
 from autotp.passes.outline import Outlined, outline
-from autotp.passes.pose import Constraint, Posed, Terms, decide, pose
+from autotp.passes.pose import Posed, decide, pose
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.solve import solve
 from autotp.program import Program, named_leaves
@@ -53,6 +53,7 @@ from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree
 from autotp.run.variant import Signature, key_of
 from autotp.sizes import Pricing
+from autotp.terms import Constraint, Terms
 from autotp.whole import skeleton, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # nouns with torch in them; they may know each other
-NOUNS = {"rulebook", "program", "sizes", "analysis", "layouts", "offers", "options", "whole"}
+NOUNS = {
+    "rulebook",
+    "program",
+    "sizes",
+    "analysis",
+    "layouts",
+    "offers",
+    "options",
+    "terms",
+    "whole",
+}
 BELOW = {"errors", "core"}
 # what each part may import of autotp
 ALLOWED = {

@@ -6,7 +6,7 @@ Variables
     produce, priced as the cheapest tree from the producer. Each reader may convert further. So
     query, key and value share one gather and one gradient all-reduce.
 Costs (core.problem.LEVELS, integers compared lexicographically)
-    `_parameter_costs`  bytes not split on their home axis; bytes a rank; the gradient bucket
+    `Weights.cost`      bytes not split on their home axis; bytes a rank; the gradient bucket
     `Prices.between`   time, number of collectives and of conversions of an edge
     `_unary`            the index of a choice in its domain's fixed order
 Constraints
@@ -17,58 +17,24 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from autotp.analysis import Analysis, Decision, Matching, Use, Value, source_of
-from autotp.core.cost import time_ps
-from autotp.core.machine import Machine
-from autotp.core.partition import Offers, Partition
+from autotp.core.partition import Partition
 from autotp.core.placement import REPLICATED, SHARED, Placement
 from autotp.core.price import Cost, Delivered, Prices
 from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
-from autotp.core.split import Split
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
+from autotp.passes.pose_weights import Weights
+from autotp.terms import Terms
 
-__all__ = ["Constraint", "Posed", "Terms", "decide", "pose"]
+__all__ = ["Posed", "decide", "pose"]
 
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
-
-
-class Constraint(Protocol):
-    """What an override, or a plan to follow, leaves to one parameter."""
-
-    def __call__(self, placement: Placement) -> bool:
-        """Whether the parameter may take `placement`."""
-        ...
-
-    def refusal(self, possible: Sequence[Placement]) -> str:
-        """Why none of the `possible` placements is left: what to tell the one who asked."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What the problem depends on besides the program.
-
-    - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
-    - `everything`: the conversions that the search leaves out are open too (for random plans).
-    - `allowed`: parameter name to the placements that an override or a plan leaves it.
-    - `offers`: what may be cut beyond the axes that tp divides.
-    """
-
-    tp: int
-    training: bool
-    machine: Machine
-    priced: Callable[[torch.Tensor], int]
-    shard_threshold: float
-    allowed: Mapping[str, Constraint]
-    everything: bool = False
-    offers: Offers = Offers()  # noqa: RUF009  immutable
 
 
 @dataclass(slots=True)
@@ -108,7 +74,7 @@ class _Poser:
         self.tables: dict[object, NDArray[np.int64]] = {}
         self.prices: dict[Value, Prices] = {}
         self.paddings: dict[str, Fraction] = {"": Fraction(1)}
-        self.largest = max((self._bytes((n, 0)) for n in analysis.parameters.values()), default=0)
+        self.weights = Weights(analysis, matching, terms)
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
         self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
@@ -215,57 +181,11 @@ class _Poser:
     def _parameter_costs(
         self, name: str, value: Value, domain: Sequence[Placement]
     ) -> NDArray[np.int64]:
-        size = self._bytes(value)
-        home = self._home(name, size)
         costs = self._unary(len(domain))
         for k, placement in enumerate(domain):
-            split = self._split(value, placement)
-            costs[_BYTES, k] = size if split is None else _held(split, size, self.terms.tp)
-            if home and home.isdisjoint(Partition.of(placement.axis).axes):
-                costs[_HOME, k] = size
-            elif home and split is not None:
-                costs[_HOME, k] = _whole(split, size)
-            costs[_TIME, k] = self._bucket(placement, split, size)
+            told = self.weights.cost(name, value, placement)
+            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, told.held
         return self._shared(costs.tobytes(), lambda: costs)
-
-    def _split(self, value: Value, placement: Placement) -> Split | None:
-        """How a parameter is cut; None if it is whole."""
-        if not placement.is_split:
-            return None
-        dim = self.analysis.dims[value][placement.dim]
-        return self.analysis.forest.split(dim, Partition.of(placement.axis))
-
-    def _bucket(self, placement: Placement, split: Split | None, size: int) -> int:
-        """The time of a partial gradient's share of the bucket: its bytes, no latency."""
-        if placement.kind == "R~":
-            return self._moving(size, self.terms.tp)
-        if placement.kind != "S~" or split is None:
-            return 0
-        shared = split.copied(self.terms.tp).items()
-        return sum(self._moving(size * n // split.length(), p.count) for p, n in shared)
-
-    def _moving(self, size: int, ranks: int) -> int:
-        machine = self.terms.machine
-        return time_ps("all_reduce", size, ranks, machine) - time_ps(
-            "all_reduce", 0, ranks, machine
-        )
-
-    def _bytes(self, value: Value) -> int:
-        meta = self.analysis.metas[value]
-        return meta.numel() * meta.element_size()
-
-    def _home(self, name: str, size: int) -> frozenset[str]:
-        """Names of the axes one of which the parameter should be split along; empty if it is
-        free.
-        """
-        if size < self.terms.shard_threshold * self.largest:
-            return frozenset()
-        offers, tp = self.terms.offers, self.terms.tp
-        open_axes = offers.uneven.union(*(p.axes for p in offers.joint))
-        axes = self.matching.home.get(name, ())
-        return frozenset(
-            a.name for a in axes if (a.size.static or 0) % tp == 0 or a.name in open_axes
-        )
 
     def _wanted(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
         """Every placement in which some reader may want `value`."""
@@ -393,16 +313,6 @@ class _Poser:
             name = f"{value[0].name} output"
             sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
             self._reader(value, sink, [REPLICATED], keep=False)
-
-
-def _held(split: Split, size: int, tp: int) -> int:
-    """Of the `size` bytes of a value, those that the fullest rank holds."""
-    return size * split.local_length(0, tp) // split.length()
-
-
-def _whole(split: Split, size: int) -> int:
-    """Of the `size` bytes of a value, those that every rank holds."""
-    return size * split.whole() // split.length()
 
 
 def _table(

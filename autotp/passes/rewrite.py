@@ -11,7 +11,6 @@ the same on all ranks.
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from math import prod
 from typing import Any, cast
 
@@ -33,10 +32,11 @@ from autotp.core.axis import Dim
 from autotp.core.partition import Partition
 from autotp.core.placement import CONVERSIONS, REPLICATED, Placement
 from autotp.core.price import COLLECTIVES, Delivered
-from autotp.core.split import Peers, Split
+from autotp.core.split import Split
 from autotp.core.strategy import Strategy
 from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site
+from autotp.passes.emit_bucket import share_gradients
 from autotp.passes.emit_conversion import Target, conversion
 
 __all__ = ["Rewritten", "Target", "rewrite"]
@@ -128,14 +128,13 @@ class _Writer:
             return
         values: list[Value] = [(self.analysis.parameters[n], 0) for n in placed]
         nodes = [self._parameter(node) for node, _ in values]
-        cuts = [self._cut(v, p) for v, p in zip(values, placed.values(), strict=True)]
-        keywords: dict[str, Any] = {}
-        if self.target.reduce_dtype is not None:
-            keywords["dtype"] = self.target.reduce_dtype
-        target = torch.ops.autotp.share_gradients.default
-        shared = self.graph.call_function(target, (nodes, cuts, self.target.group), keywords)
-        shared.meta["val"] = [n.meta["val"] for n in nodes]
-        self._bucket(shared, placed)
+        cuts = [
+            (p.dim, self._split(self.analysis.dims[v], p)) if p.is_split else None
+            for v, p in zip(values, placed.values(), strict=True)
+        ]
+        wholes = [self.analysis.metas[v] for v in values]
+        shared, runs = share_gradients(nodes, wholes, cuts, self.target)
+        self.noted += [(shared, run) for run in runs]
         for k, (value, placement) in enumerate(zip(values, placed.values(), strict=True)):
             item = self.graph.call_function(operator.getitem, (shared, k))
             self._record(value, placement, item)
@@ -143,36 +142,6 @@ class _Writer:
     def _is_shared(self, name: str, placement: Placement) -> bool:
         partial = placement.kind in ("R~", "S~")
         return partial and (self.analysis.parameters[name], 0) in self.analysis.differentiable
-
-    def _cut(self, value: Value, placement: Placement) -> list[int]:
-        """How a parameter is cut, as `share_gradients` takes it; empty if it is whole."""
-        if not placement.is_split:
-            return []
-        return [placement.dim, *self._split(self.analysis.dims[value], placement).encode()]
-
-    def _bucket(self, shared: fx.Node, placed: Mapping[str, Placement]) -> None:
-        """One all-reduce for each dtype and kind of sub-group that shares gradients."""
-        everyone = Peers(0, self.target.tp, 1)
-        moved: dict[tuple[torch.dtype, Peers], list[tuple[torch.Tensor, Fraction]]] = {}
-        for name, placement in placed.items():
-            value = (self.analysis.parameters[name], 0)
-            meta = self.analysis.metas[value]
-            if not meta.requires_grad:
-                continue
-            parts = {everyone: Fraction(1)}
-            if placement.is_split:
-                split = self._split(self.analysis.dims[value], placement)
-                copied = split.copied(self.target.tp)
-                parts = {p: Fraction(n, split.length()) for p, n in copied.items()}
-            for peers, part in parts.items():
-                dtype = self.target.reduce_dtype or meta.dtype
-                moved.setdefault((dtype, peers), []).append((meta, part))
-        for (_, peers), items in moved.items():
-            metas, shares = (tuple(column) for column in zip(*items, strict=True))
-            where = "bucket of replicated parameters"
-            count = 0 if peers == everyone else peers.count
-            made = Emitted("all_reduce", "backward", where, metas, shares, count, peers.stride)
-            self.noted.append((shared, made))
 
     def _parameter(self, old: fx.Node) -> fx.Node:
         new = self.graph.create_node("get_attr", old.target, name=old.name)

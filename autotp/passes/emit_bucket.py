@@ -1,0 +1,60 @@
+"""The node that sums partial gradients of parameters, and the collectives that it runs."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.analysis import Emitted
+from autotp.core.split import Peers, Split
+from autotp.passes.emit_conversion import Target
+
+__all__ = ["share_gradients"]
+
+
+def share_gradients(
+    nodes: Sequence[fx.Node],
+    wholes: Sequence[torch.Tensor],
+    cuts: Sequence[tuple[int, Split] | None],
+    to: Target,
+) -> tuple[fx.Node, list[Emitted]]:
+    """The bucket of the parameters `nodes`: its results are those, with whole gradients.
+
+    - `wholes`: the unsplit parameters; `cuts`: the dim and cut of each, None if it is whole.
+    """
+    keywords: dict[str, Any] = {}
+    if to.reduce_dtype is not None:
+        keywords["dtype"] = to.reduce_dtype
+    flat = [[] if cut is None else [cut[0], *cut[1].encode()] for cut in cuts]
+    function = torch.ops.autotp.share_gradients.default
+    shared = nodes[0].graph.call_function(function, (list(nodes), flat, to.group), keywords)
+    shared.meta["val"] = [n.meta["val"] for n in nodes]
+    splits = [None if cut is None else cut[1] for cut in cuts]
+    return shared, list(_runs(wholes, splits, to))
+
+
+def _runs(
+    wholes: Sequence[torch.Tensor], splits: Sequence[Split | None], to: Target
+) -> list[Emitted]:
+    """One all-reduce for each dtype and kind of sub-group that shares gradients."""
+    everyone = Peers(0, to.tp, 1)
+    moved: dict[tuple[torch.dtype, Peers], list[tuple[torch.Tensor, Fraction]]] = {}
+    for meta, split in zip(wholes, splits, strict=True):
+        if not meta.requires_grad:
+            continue
+        parts = {everyone: Fraction(1)}
+        if split is not None:
+            copied = split.copied(to.tp)
+            parts = {p: Fraction(n, split.length()) for p, n in copied.items()}
+        for peers, part in parts.items():
+            moved.setdefault((to.reduce_dtype or meta.dtype, peers), []).append((meta, part))
+    return [_run(peers, everyone, items) for (_, peers), items in moved.items()]
+
+
+def _run(peers: Peers, everyone: Peers, items: list[tuple[torch.Tensor, Fraction]]) -> Emitted:
+    metas, shares = tuple(m for m, _ in items), tuple(share for _, share in items)
+    count = 0 if peers == everyone else peers.count
+    where = "bucket of replicated parameters"
+    return Emitted("all_reduce", "backward", where, metas, shares, count, peers.stride)

@@ -1,0 +1,45 @@
+"""What a placement problem depends on besides the program: the terms under which it is posed."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from autotp.core.machine import Machine
+from autotp.core.partition import Offers
+from autotp.core.placement import Placement
+
+__all__ = ["Constraint", "Terms"]
+
+
+class Constraint(Protocol):
+    """What an override, or a plan to follow, leaves to one parameter."""
+
+    def __call__(self, placement: Placement) -> bool:
+        """Whether the parameter may take `placement`."""
+        ...
+
+    def refusal(self, possible: Sequence[Placement]) -> str:
+        """Why none of the `possible` placements is left: what to tell the one who asked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What the problem depends on besides the program.
+
+    - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
+    - `everything`: the conversions that the search leaves out are open too (for random plans).
+    - `allowed`: parameter name to the placements that an override or a plan leaves it.
+    - `offers`: what may be cut beyond the axes that tp divides.
+    """
+
+    tp: int
+    training: bool
+    machine: Machine
+    priced: Callable[[torch.Tensor], int]
+    shard_threshold: float
+    allowed: Mapping[str, Constraint]
+    everything: bool = False
+    offers: Offers = Offers()  # noqa: RUF009  immutable
