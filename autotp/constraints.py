@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
 from autotp.analysis import Analysis, Matching
 from autotp.core.axis import Atom
@@ -24,9 +23,8 @@ _NO_SUCH_DIM = {
 }
 
 
-def followed(given: Plan | str | Path, whole: Whole, tp: int, *, training: bool) -> Plan:
+def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
-    drawn = given if isinstance(given, Plan) else Plan.from_json(Path(given))
     where = f"plan= (for {drawn.model}, tp {drawn.tp})"
     if drawn.tp != tp:
         raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={drawn.tp}.")

@@ -1,7 +1,7 @@
 """The whole decision for one model and one tensor-parallel size: plain data, equal on every rank.
 
 No torch object is in it; JSON round-trips exactly; `hash` covers everything that ranks must agree
-on.
+on, and nothing that only tells how it was found.
 """
 
 from collections.abc import Iterator, Mapping
@@ -155,12 +155,16 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """The SHA-256, in hexadecimal, of everything in the plan; equal on all ranks."""
-        return content_hash(self)
+        """The SHA-256, in hexadecimal, of what is decided and what it costs; equal on all ranks.
+
+        How the decision was found (cost levels, bound, method) is left out: a plan followed has the
+        hash of the plan that it follows.
+        """
+        return content_hash(self, _SEARCH)
 
     def to_json(self) -> str:
         """The plan as JSON text, with `format`, `version` and `hash` before its own keys."""
-        return to_text(self, _FORMAT, _VERSION)
+        return to_text(self, _FORMAT, _VERSION, _SEARCH)
 
     @classmethod
     def from_json(cls, text_or_path: str | Path) -> "Plan":
@@ -190,12 +194,14 @@ class Plan:
 
 _FORMAT: Final = "autotp plan"
 _VERSION: Final = 1
+_SEARCH: Final = ("cost", "bound", "gap", "method", "width", "variables")
+"""What tells of the search for the decision, not of the decision; its price is in `collectives`."""
 _ADVICE: Final = "Write it again: autotp plan MODEL --tp N --json FILE."
 
 
 def _read(text: str, where: str) -> Plan:
     try:
-        plan = from_text(Plan, text, _FORMAT, _VERSION)
+        plan = from_text(Plan, text, _FORMAT, _VERSION, _SEARCH)
     except RecordError as error:
         raise PlanError(f"{where}: {error}. {_ADVICE}") from error
     if reason := next(_contradictions(plan), ""):
