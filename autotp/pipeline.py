@@ -358,7 +358,8 @@ class _Work:
         if self.options.strict and drawn.tp > 1 and drawn.replicated_fraction > 0.1:
             raise PlanError(
                 f"{self.whole.name}: strict=True, and every rank holds "
-                f"{drawn.replicated_fraction:.1%} of the parameter bytes whole (more than 10 %). "
+                f"{100 * drawn.replicated_fraction:.3g} % of the parameter bytes whole (more than "
+                "10 %). "
                 "Choose a tp that divides more axes, or leave strict off to see the plan."
             )
 

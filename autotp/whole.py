@@ -48,8 +48,8 @@ def skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model on its own device whose tensors have shapes and strides, but no memory.
 
     Unlike a copy on meta it is captured as the model itself is: code that asks for the device takes
-    the same way, and constants made in the forward keep their values. Of a model on meta the copy is
-    on the CPU, so that its graph is the one that the model has once its weights are there.
+    the same way, and constants made in the forward keep their values. Of a model on meta the copy
+    is on the CPU, so that its graph is the one that the model has once its weights are there.
     """
     memo: dict[int, Any] = {id(t): torch.zeros_like(t, device="cpu") for t in _plain_metas(model)}
     for parameter in model.parameters():

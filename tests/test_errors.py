@@ -61,7 +61,7 @@ def test_tp_that_divides_nothing_gives_a_plan_that_says_which_would(hand: Hand) 
     assert notes["attention"] == "heads (8) not divisible by tp 7; tp sizes that split it: 2, 4, 8"
     assert "ffn (128) not divisible by tp 7; tp sizes that split it: 2, 4, 8" in notes["mlp"]
     assert not any(pair.split for pair in plan.pairs)
-    assert "every rank holds 100.0% of the parameter bytes whole" in plan.warnings[0]
+    assert "every rank holds 100 % of the parameter bytes whole" in plan.warnings[0]
 
 
 def test_tp_that_divides_nothing_is_refused_when_strict(hand: Hand) -> None:
@@ -69,7 +69,7 @@ def test_tp_that_divides_nothing_is_refused_when_strict(hand: Hand) -> None:
         PlanError, lambda: autotp.plan(hand[0], 7, example_inputs=hand[1], strict=True)
     )
 
-    says(message, "HandGPT", "holds 100.0% of the parameter bytes whole", "Choose a tp that")
+    says(message, "HandGPT", "holds 100 % of the parameter bytes whole", "Choose a tp that")
 
 
 def test_without_processes_the_line_that_starts_them_is_told(hand: Hand) -> None:

@@ -30,9 +30,7 @@ def to_text(record: object, name: str, version: int, apart: Collection[str] = ()
     return json.dumps({**header, **fields}, indent=1, allow_nan=False) + "\n"
 
 
-def from_text(
-    cls: type[T], text: str, name: str, version: int, apart: Collection[str] = ()
-) -> T:
+def from_text(cls: type[T], text: str, name: str, version: int, apart: Collection[str] = ()) -> T:
     """The record of class `cls` that `text` holds in the format `name`.
 
     Constraints:
