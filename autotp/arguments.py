@@ -21,15 +21,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     plan = commands.add_parser("plan", help="print how a model would be split")
-    _add_model(plan, tp=_count, batch=1, sequence=None)
+    _add_model(plan, tp=_count, batch=1, sequence="the model's own, at most 4096")
 
     dry_run = commands.add_parser("dry-run", help="write plan, graph and problem to files")
-    _add_model(dry_run, tp=_count, batch=1, sequence=None)
+    _add_model(dry_run, tp=_count, batch=1, sequence="the model's own, at most 4096")
     dry_run.add_argument("-o", "--output", required=True, metavar="DIR", help="where to write")
     dry_run.add_argument("--rank", type=_index, default=0, help="whose graph to write (default 0)")
 
     verify = commands.add_parser("verify", help="compare all ranks with the whole model")
-    _add_model(verify, tp=_counts, batch=2, sequence=16)
+    _add_model(verify, tp=_counts, batch=2, sequence="16, or the model's own if less")
     verify.add_argument("--seed", type=int, default=0, help="of random weights and inputs")
 
     rules = commands.add_parser("rules", help="list what is known of each op")
@@ -44,12 +44,11 @@ def _add_model(
     *,
     tp: Callable[[str], object],
     batch: int,
-    sequence: int | None,
+    sequence: str,
 ) -> None:
-    """Adds what every command about a model takes; `batch` and `sequence` are defaults."""
+    """Adds what every command about a model takes; `batch` and `sequence` tell the defaults."""
     models = f"directory with config.json, package.module:factory, or {', '.join(preset_names())}"
     ranks = "number of ranks" if tp is _count else "numbers of ranks, e.g. 2,3,4"
-    length = "the model's own, at most 4096" if sequence is None else str(sequence)
     parser.add_argument("model", metavar="MODEL", help=models)
     parser.add_argument("--tp", type=tp, required=True, metavar="N", help=ranks)
     parser.add_argument("--training", action="store_true", help="with the backward pass")
@@ -58,7 +57,7 @@ def _add_model(
         "--batch", type=_count, default=batch, metavar="N", help=f"batch size (default {batch})"
     )
     parser.add_argument(
-        "--sequence", type=_count, default=sequence, metavar="N", help=f"length (default {length})"
+        "--sequence", type=_count, metavar="N", help=f"length (default: {sequence})"
     )
     parser.add_argument(
         "--override",

@@ -7,6 +7,7 @@ Exit codes: 0 right, 1 wrong or impossible, 2 misused.
 """
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -26,7 +27,7 @@ from autotp.core.plan import Plan
 from autotp.core.record import encode
 from autotp.errors import AutotpError, PlanError
 from autotp.models import load_with_inputs
-from autotp.passes.capture_inputs import example_inputs
+from autotp.passes.capture_inputs import example_inputs, positions
 from autotp.random_weights import materialize
 from autotp.show.evidence import render_evidence
 from autotp.show.output import printed
@@ -35,10 +36,23 @@ from autotp.show.rules import render_rules
 
 __all__ = ["main"]
 
+_SHORT = 16  # words that a comparison takes, unless told otherwise
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command that `arguments` (default: the process's own) spell."""
     options = parsed(arguments)
+    logger = logging.getLogger("autotp")
+    before = logger.level
+    if options.debug:
+        logger.setLevel(logging.DEBUG)  # what torch logs of a capture is then shown too
+    try:
+        return _run(options)
+    finally:
+        logger.setLevel(before)
+
+
+def _run(options: Namespace) -> int:
     try:
         return _COMMANDS[options.command](options)
     except AutotpError as error:
@@ -89,6 +103,8 @@ def _verify(options: Namespace) -> int:
     model, given = _model(options)
     # the whole model and all ranks' shards; in training the gradients of both
     model = materialize(model, options.seed, copies=4 if options.training else 2)
+    if options.sequence is None:
+        options.sequence = min(_SHORT, positions(model) or _SHORT)
     asked = _asked(model, given, options)
     found: list[Evidence] = []
     for tp in options.tp:

@@ -243,6 +243,14 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(object())
 
 
+def test_generating_with_a_cache_is_refused_with_what_to_do_instead() -> None:
+    model, _ = models.build("llama")
+    tree = build(model)
+
+    with pytest.raises(PlanError, match=r"generate\(\) needs a cache .* Loop over whole forwards"):
+        tree.generate(torch.ones(1, 2))
+
+
 def test_a_plan_without_training_refuses_gradients() -> None:
     model, tree, ids = hand(training=False)
 

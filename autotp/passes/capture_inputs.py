@@ -38,7 +38,8 @@ def example_inputs(
     "use_cache": False}`, and `labels` when training.
 
     Constraints:
-    - `sequence` defaults to the model's maximum, at most 4096.
+    - `sequence` defaults to the model's maximum, at most 4096; PlanError if it is more than that
+      maximum.
     - A module without a config, or with a main input of another kind, must be given its inputs.
     """
     config = getattr(model, "config", None)
@@ -47,6 +48,12 @@ def example_inputs(
             f"{type(model).__name__}: has no config, so its inputs cannot be guessed; "
             f"its forward takes {_listed(_parameters(model))}. "
             "Pass example_inputs={name: tensor}."
+        )
+    most = positions(model)
+    if sequence and most and sequence > most:
+        raise PlanError(
+            f"{type(model).__name__}: sequence {sequence}, but its config has {most} positions. "
+            f"Give a sequence of at most {most}."
         )
     return _Examples(model, batch, sequence or _longest(model)).all(training)
 

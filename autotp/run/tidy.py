@@ -1,4 +1,4 @@
-"""Generated code as people write it: short lines, no spelled-out defaults, one name for a device."""
+"""Generated code as people write it: short lines, nothing spelled out, one name for a device."""
 
 import re
 from textwrap import wrap
