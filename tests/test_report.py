@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 from transformers import ViTConfig, ViTModel
 
 import autotp
@@ -302,3 +303,23 @@ def test_a_bias_of_a_product_that_stays_whole_is_none_of_a_row_parallel_layer() 
     record = plan.parameters["embeddings.patch_embeddings.projection.bias"]
 
     assert "it is in no pair, and to cut it would cost a collective" == record.reason
+
+
+class Fixed(nn.Module):
+    """Its own code takes one length only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).view(x.shape[0], 12, 16)
+
+
+def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> None:
+    plan = autotp.plan(Fixed().eval(), 2, example_inputs={"x": torch.randn(2, 12, 16)})
+
+    assert "x · eval (holds for fixed sizes, see Warnings)" in text(plan)
+    assert plan.warnings[0].startswith(
+        "the graph holds for these sizes only: sequence 12; other sizes are captured when they come"
+    )

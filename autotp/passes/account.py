@@ -22,6 +22,7 @@ from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
 from autotp.passes.account_found import Asked, Found
 from autotp.passes.account_reasons import Reasons
+from autotp.program import Program
 from autotp.sizes import Pricing
 from autotp.whole import Whole, fingerprint
 
@@ -290,7 +291,12 @@ class _Accountant:
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
         if reason:
-            yield f"the capture fixed a size: {reason}"
+            fixed = _fixed(self.analysis.program)
+            sizes = ", ".join(f"{word} {size}" for word, size in fixed.items()) or "the given"
+            yield (
+                f"the graph holds for these sizes only: {sizes}; other sizes are captured when "
+                f"they come. Traced with free sizes, torch.export fails: {reason}"
+            )
 
     def _label(self, label: str) -> str:
         number, _, axis = label.partition(":")
@@ -311,6 +317,18 @@ def _held_whole(record: ParameterRecord) -> int:
     split = Split.decode(record.split)
     whole = split.outer * sum(s.length() for s in split.segments if not s.cuts)
     return record.bytes * whole // split.length()
+
+
+def _fixed(program: Program) -> dict[str, int]:
+    """The sizes of data that the capture had to fix, by what they are of."""
+    found: dict[str, int] = {}
+    values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    for name, node in zip(program.inputs, values, strict=True):
+        for word, dim in zip(("batch", "sequence"), program.data_dims[name], strict=False):
+            size = values[node].shape[dim]
+            if type(size) is int and found.setdefault(word, size) != size:
+                found[f"{name} {word}"] = size
+    return found
 
 
 def _module(names: Sequence[str]) -> str:

@@ -253,7 +253,7 @@ def _short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if line.startswith("- ")), lines[0])
     sentence = telling.removeprefix("- ").partition(". ")[0].removesuffix(".")
-    return f"{type(error).__name__}: {sentence}"[:SHORT]
+    return f"{type(error).__name__}: {sentence}".removesuffix(": ")[:SHORT]
 
 
 def _explained(model: nn.Module, error: Exception) -> str:

@@ -71,7 +71,10 @@ def _header(plan: Plan) -> RenderableType:
 
 def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     sizes = ", ".join(f"{name} {count_text(size)}" for name, size in plan.sizes.items())
-    yield "inputs", plan.variant + ("" if plan.dynamic else " (sizes fixed by the capture)")
+    yield (
+        "inputs",
+        plan.variant + ("" if plan.dynamic else " (holds for fixed sizes, see Warnings)"),
+    )
     yield "priced for", f"{sizes} on {plan.machine}"
     yield "objective", f"{plan.objective}, {_proof(plan)}"
     yield "every rank", f"holds {share_text(plan.replicated_fraction, 1)} of the parameters whole"
