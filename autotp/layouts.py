@@ -9,6 +9,7 @@ replicated  whole on every rank
 
 from collections import defaultdict
 from collections.abc import Iterator
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import fx
@@ -16,8 +17,9 @@ from torch import fx
 from autotp.analysis import Analysis, Matching, Use, Value
 from autotp.core.partition import Partition
 from autotp.core.placement import Placement
+from autotp.errors import PlanError
 
-__all__ = ["LAYOUTS", "Layouts", "overridden"]
+__all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]
 
 LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
 """What an override may ask for."""
@@ -106,3 +108,14 @@ class Layouts:
 def overridden(name: str, glob: str) -> bool:
     """Whether an override's glob names a parameter, with or without its last component."""
     return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)
+
+
+def check_layout(glob: str, layout: str) -> None:
+    """Refuses a word for a layout that is none, asked for by an override's glob."""
+    if layout not in LAYOUTS:
+        close = get_close_matches(layout, LAYOUTS, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise PlanError(
+            f"overrides: {glob!r} asks for layout {layout!r}; layouts are "
+            f"{', '.join(LAYOUTS)}.{hint}"
+        )

@@ -146,7 +146,7 @@ def verify(
         _check_values(name, tensor, torch.device("cpu"))
     ranks = [work.built(made, Group("tp", tp, r, _device(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
-    return prove(
+    evidence = prove(
         model,
         ranks,
         work.inputs,
@@ -157,6 +157,7 @@ def verify(
         seed=seed,
         dtype=dtype,
     )
+    return replace(evidence, notes=(*evidence.notes, *made.plan.warnings))
 
 
 def dry_run(

@@ -237,7 +237,7 @@ def test_a_plan_file_that_was_cut_off_is_refused(hand: Hand, plan: Plan, tmp_pat
         PlanError, lambda: autotp.plan(hand[0], 2, plan=path, example_inputs=hand[1])
     )
 
-    says(message, str(path), "line ", "cut off?", "Write it again")
+    says(message, str(path), "line ", "cut off?", "Write it (again)")
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +327,7 @@ def test_a_broken_directory_is_one_message_on_the_command_line(
     code = main(["plan", str(tmp_path), "--tp", "2"])
     captured = capsys.readouterr()
 
-    assert code == 1
+    assert code == 2
     assert captured.out == ""
     says(captured.err, "autotp: error:", str(tmp_path), *parts)
     assert "Traceback" not in captured.err
@@ -336,5 +336,5 @@ def test_a_broken_directory_is_one_message_on_the_command_line(
 def test_an_unknown_preset_is_told_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["plan", "gpt-2", "--tp", "2"])
 
-    assert code == 1
+    assert code == 2
     says(capsys.readouterr().err, "'gpt-2'", "Did you mean 'gpt2'?", "Presets are", "MODEL is")

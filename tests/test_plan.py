@@ -93,9 +93,7 @@ def test_a_truncated_file_is_told_where_it_ends(tmp_path: Path, share: float) ->
     path, text = tmp_path / "plan.json", PLAN.to_json()
     path.write_text(text[: int(share * len(text))])
 
-    with pytest.raises(
-        PlanError, match=r"line \d+ column \d+: .*cut off.*Write it again"
-    ) as caught:
+    with pytest.raises(PlanError, match=r"line \d+ column \d+: .*cut off.*Write it") as caught:
         Plan.from_json(path)
 
     assert str(path) in str(caught.value)
@@ -151,7 +149,7 @@ def test_something_else_than_a_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told_by_path(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none\.json: cannot be read"):
+    with pytest.raises(PlanError, match=r"none\.json: does not exist\. .* with --training"):
         Plan.from_json(tmp_path / "none.json")
 
 

@@ -179,6 +179,8 @@ class Plan:
         where = f"plan file {text_or_path}"
         try:
             text = Path(text_or_path).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise PlanError(f"{where}: does not exist. {_ADVICE}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{where}: cannot be read: {error}. {_ADVICE}") from error
         return _read(text, where)
@@ -196,7 +198,9 @@ _FORMAT: Final = "autotp plan"
 _VERSION: Final = 1
 _SEARCH: Final = ("cost", "bound", "gap", "method", "width", "variables")
 """What tells of the search for the decision, not of the decision; its price is in `collectives`."""
-_ADVICE: Final = "Write it again: autotp plan MODEL --tp N --json FILE."
+_ADVICE: Final = (
+    "Write it (again): autotp plan MODEL --tp N --json FILE, with --training if it is to train."
+)
 
 
 def _read(text: str, where: str) -> Plan:
