@@ -73,7 +73,8 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     - `shard_threshold`: parameters smaller than this part of the largest are free to stay whole.
     - `reduce_dtype`: sums over the group are made in it.
     - `strict`: raise for an op without a rule, or more than 10 % of the bytes whole.
-    - `plan`: a Plan, or the path of one, to follow instead of solving.
+    - `plan`: a Plan, or the path of one, whose layouts of parameters are to be followed (with the
+      overrides that it was asked for, as reasons); what ops do is solved anew under them.
 
     Raises PlanError, CaptureError, RuleError, UnknownOpError.
     """

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import ViTConfig, ViTModel
 
 import autotp
-from autotp.core.plan import Pair, Plan
+from autotp.core.plan import BUCKET, Pair, Plan
 from autotp.show.distinct import pair_rows, pattern
 from autotp.show.report import text
 from autotp.show.units import bytes_text, share_text, time_text
@@ -138,6 +138,14 @@ def test_a_gap_is_admitted() -> None:
     report = text(replace(PLAN, gap=0.02, method="milp", width=0), 160)
 
     assert "within 2.00 % of the lower bound (milp, width 0, 1,996 variables)" in report
+
+
+def test_the_proof_says_that_the_latency_of_the_bucket_is_left_out() -> None:
+    bucket = replace(PLAN.collectives[0], phase="backward", where=BUCKET)
+    report = text(replace(PLAN, collectives=(*PLAN.collectives, bucket)), 160)
+
+    assert "proven minimal, the gradient bucket's latency left out (exact" in report
+    assert "left out" not in text(PLAN, 160)
 
 
 def test_tied_names_are_shown_with_the_parameter() -> None:

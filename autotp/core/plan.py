@@ -15,7 +15,10 @@ from autotp.core.placement import Placement
 from autotp.core.record import RecordError
 from autotp.errors import PlanError
 
-__all__ = ["CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
+__all__ = ["BUCKET", "CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
+
+BUCKET: Final = "bucket of replicated parameters"
+"""Where the one all-reduce stands that sums the gradients of parameters whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class CollectiveRecord:
     """One run of a collective in one call (forward) or one forward + backward.
 
     - `kind`: all_reduce, all_gather, reduce_scatter or all_to_all; `phase`: forward or backward.
-    - `where`: module path and op of the value, e.g. `model.layers.0.self_attn.o_proj`.
+    - `where`: module path of the value, e.g. `model.layers.0.self_attn.o_proj`, and its op in
+      brackets where the module has others in modules of its own; or `BUCKET`.
     - `payload_bytes`: the largest tensor on a rank (all-gather: its result; reduce-scatter: its
       input), `wire_bytes`: what a ring sends a rank; both at the plan's `sizes`.
     - `time_ps`: by the plan's machine.

@@ -32,6 +32,7 @@ from autotp.analysis import (
 from autotp.core.axis import Dim
 from autotp.core.partition import Partition
 from autotp.core.placement import CONVERSIONS, REPLICATED, Placement
+from autotp.core.plan import BUCKET
 from autotp.core.price import COLLECTIVES, Delivered
 from autotp.core.split import Peers, Split
 from autotp.core.strategy import Strategy
@@ -171,9 +172,8 @@ class _Writer:
                 moved.setdefault((dtype, peers), []).append((meta, part))
         for (_, peers), items in moved.items():
             metas, shares = (tuple(column) for column in zip(*items, strict=True))
-            where = "bucket of replicated parameters"
             count = 0 if peers == everyone else peers.count
-            made = Emitted("all_reduce", "backward", where, metas, shares, count, peers.stride)
+            made = Emitted("all_reduce", "backward", BUCKET, metas, shares, count, peers.stride)
             self.noted.append((shared, made))
 
     def _parameter(self, old: fx.Node) -> fx.Node:
