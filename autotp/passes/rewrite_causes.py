@@ -44,7 +44,7 @@ class Causes:
         path = (_paths(node) or [""])[-1]
         if not path:
             return node.name
-        return f"{path} ({_op(node)})" if path in self.parents else path
+        return f"{path}.({_op(node)})" if path in self.parents else path
 
     def _summed(self, value: Value) -> dict[str, None]:
         """The axes over which a partial sum is to be completed, in the order of its terms."""
