@@ -125,6 +125,7 @@ class Emitted:
 
     - `shares`: for each value, how many of its bytes move: a part of it, or more where uneven parts
       are padded.
+    - `axes`: whose cut makes it necessary.
     - `ranks`, `stride`: of the sub-groups it runs in: every `stride`-th of `ranks * stride`
       consecutive ranks; 0 is the whole group.
     """
@@ -136,6 +137,7 @@ class Emitted:
     shares: tuple[Fraction, ...] = ()
     ranks: int = 0
     stride: int = 1
+    axes: tuple[str, ...] = ()
 
 
 def source_of(node: fx.Node) -> Value:

@@ -1,11 +1,17 @@
 """What the command line understands; it only parses, `cli` acts."""
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, ClassVar, NoReturn
 
 from autotp.models import preset_names
 
 __all__ = ["parsed"]
+
+_COMMANDS = {"plan", "dry-run", "verify", "rules"}
+_STRICT = "an op without a rule, or more than 10 %% of the bytes whole, is an error"
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -16,20 +22,42 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return _parser().parse_args(arguments)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says which option or command a misspelled one was probably meant to be.
+
+    `known`: the options of all commands.
+    """
+
+    known: ClassVar[set[str]] = set()
+
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:  # noqa: ANN401  argparse's
+        """Adds an argument, and remembers its name."""
+        action = super().add_argument(*names, **how)
+        self.known.update(action.option_strings)
+        return action
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2 and the message."""
+        said = re.search(r"unrecognized arguments: (\S+)|invalid choice: '(\S+)'", message)
+        wrong = (said[1] or said[2]).partition("=")[0] if said else ""
+        close = get_close_matches(wrong, self.known | _COMMANDS, 1) if wrong else []
+        super().error(f"{message}. Did you mean {close[0]!r}?" if close else message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autotp", description="Tensor-parallel, and proven so.")
+    parser = _Parser(prog="autotp", description="Tensor-parallel, and proven so.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     plan = commands.add_parser("plan", help="print how a model would be split")
-    _add_model(plan, tp=_count, batch=1, sequence=None)
+    _add_model(plan, tp=_ranks, batch=1, sequence="the model's own, at most 4096")
 
     dry_run = commands.add_parser("dry-run", help="write plan, graph and problem to files")
-    _add_model(dry_run, tp=_count, batch=1, sequence=None)
+    _add_model(dry_run, tp=_ranks, batch=1, sequence="the model's own, at most 4096")
     dry_run.add_argument("-o", "--output", required=True, metavar="DIR", help="where to write")
     dry_run.add_argument("--rank", type=_index, default=0, help="whose graph to write (default 0)")
 
     verify = commands.add_parser("verify", help="compare all ranks with the whole model")
-    _add_model(verify, tp=_counts, batch=2, sequence=16)
+    _add_model(verify, tp=_counts, batch=2, sequence="16, or the model's own if less")
     verify.add_argument("--seed", type=int, default=0, help="of random weights and inputs")
 
     rules = commands.add_parser("rules", help="list what is known of each op")
@@ -44,12 +72,11 @@ def _add_model(
     *,
     tp: Callable[[str], object],
     batch: int,
-    sequence: int | None,
+    sequence: str,
 ) -> None:
-    """Adds what every command about a model takes; `batch` and `sequence` are defaults."""
+    """Adds what every command about a model takes; `batch` and `sequence` tell the defaults."""
     models = f"directory with config.json, package.module:factory, or {', '.join(preset_names())}"
-    ranks = "number of ranks" if tp is _count else "numbers of ranks, e.g. 2,3,4"
-    length = "the model's own, at most 4096" if sequence is None else str(sequence)
+    ranks = "number of ranks" if tp is _ranks else "numbers of ranks, e.g. 2,3,4"
     parser.add_argument("model", metavar="MODEL", help=models)
     parser.add_argument("--tp", type=tp, required=True, metavar="N", help=ranks)
     parser.add_argument("--training", action="store_true", help="with the backward pass")
@@ -58,7 +85,7 @@ def _add_model(
         "--batch", type=_count, default=batch, metavar="N", help=f"batch size (default {batch})"
     )
     parser.add_argument(
-        "--sequence", type=_count, default=sequence, metavar="N", help=f"length (default {length})"
+        "--sequence", type=_count, metavar="N", help=f"length (default: {sequence})"
     )
     parser.add_argument(
         "--override",
@@ -68,11 +95,19 @@ def _add_model(
         metavar="GLOB=LAYOUT",
         help="fix the layout of parameters: column, row, vocabulary, expert, replicated",
     )
-    parser.add_argument("--strict", action="store_true", help="an op without a rule is an error")
+    parser.add_argument("--strict", action="store_true", help=_STRICT)
 
 
 def _count(text: str) -> int:
     return _at_least(1, text)
+
+
+def _ranks(text: str) -> int:
+    if "," in text:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number; only verify takes several"
+        )
+    return _count(text)
 
 
 def _index(text: str) -> int:

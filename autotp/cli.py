@@ -3,10 +3,11 @@
     autotp plan ./my-model --tp 8
     autotp verify ./my-model --tp 2,4 --training
 
-Exit codes: 0 right, 1 wrong or impossible, 2 misused.
+Exit codes: 0 right, 1 wrong or impossible, 2 misused: what was typed names nothing that there is.
 """
 
 import json
+import logging
 import os
 import sys
 import traceback
@@ -22,11 +23,13 @@ from torch import nn
 from autotp import pipeline, rulebook
 from autotp.arguments import parsed
 from autotp.core.evidence import Evidence
+from autotp.core.machine import load_machine
 from autotp.core.plan import Plan
 from autotp.core.record import encode
 from autotp.errors import AutotpError, PlanError
+from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
-from autotp.passes.capture_inputs import example_inputs
+from autotp.passes.capture_inputs import example_inputs, positions
 from autotp.random_weights import materialize
 from autotp.show.evidence import render_evidence
 from autotp.show.output import printed
@@ -35,12 +38,30 @@ from autotp.show.rules import render_rules
 
 __all__ = ["main"]
 
+_FACTORY = "Let the factory return (module, inputs), a tuple with a mapping of inputs."
+_SHORT = 16  # words that a comparison takes, unless told otherwise
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command that `arguments` (default: the process's own) spell."""
     options = parsed(arguments)
+    logger = logging.getLogger("autotp")
+    before = logger.level
+    if options.debug:
+        logger.setLevel(logging.DEBUG)  # what torch logs of a capture is then shown too
     try:
+        return _run(options)
+    finally:
+        logger.setLevel(before)
+
+
+def _run(options: Namespace) -> int:
+    try:
+        with _misuse():
+            _check(options)
         return _COMMANDS[options.command](options)
+    except _MisuseError as error:
+        return _failed(str(error), options, 2)
     except AutotpError as error:
         return _failed(str(error), options)
     except BrokenPipeError:
@@ -52,11 +73,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(f"unexpected {kind}: {error} (--debug shows where)", options)
 
 
-def _failed(message: str, options: Namespace) -> int:
+class _MisuseError(AutotpError):
+    """What was typed names nothing that there is, or that can be read or written."""
+
+
+@contextmanager
+def _misuse() -> Generator[None]:
+    """Errors in the block are those of whoever typed the command."""
+    try:
+        yield
+    except AutotpError as error:
+        raise _MisuseError(str(error)) from error
+
+
+def _check(options: Namespace) -> None:
+    """Refuses what can be refused before the model is built and captured: that takes minutes."""
+    if options.json not in (None, "-"):
+        _check_directory(Path(options.json).absolute().parent, "--json")
+    if options.command == "rules":
+        return
+    load_machine(options.machine, rulebook.root())
+    for glob, layout in options.override:
+        check_layout(glob, layout)
+    if options.command == "dry-run":
+        wanted = Path(options.output).absolute()
+        there = next(path for path in (wanted, *wanted.parents) if path.exists())
+        _check_directory(there, "-o")  # in which the rest of the path is made
+        if options.rank >= options.tp:
+            raise PlanError(
+                f"--rank {options.rank}: ranks of --tp {options.tp} are 0 to {options.tp - 1}."
+            )
+
+
+def _check_directory(directory: Path, option: str) -> None:
+    """Refuses a directory that is not there, or in which nothing can be made."""
+    if not directory.is_dir():
+        raise PlanError(f"{option}: {directory} is no directory. Choose another.")
+    if not os.access(directory, os.W_OK):
+        raise PlanError(f"{option}: {directory} cannot be written to. Choose another.")
+
+
+def _failed(message: str, options: Namespace, code: int = 1) -> int:
     if options.debug:
         traceback.print_exc()
     print(f"autotp: error: {message}", file=sys.stderr)
-    return 1
+    return code
 
 
 def _plan(options: Namespace) -> int:
@@ -89,12 +150,16 @@ def _verify(options: Namespace) -> int:
     model, given = _model(options)
     # the whole model and all ranks' shards; in training the gradients of both
     model = materialize(model, options.seed, copies=4 if options.training else 2)
+    if options.sequence is None:
+        options.sequence = min(_SHORT, positions(model) or _SHORT)
     asked = _asked(model, given, options)
     found: list[Evidence] = []
     for tp in options.tp:
         with _progress(f"verifying {options.model} over {tp} ranks"):
             found.append(pipeline.verify(model, tp=tp, seed=options.seed, **asked))
         if options.json != "-":
+            if len(found) > 1:
+                printed("")
             printed(render_evidence(found[-1]))
     _write_json(options.json, json.dumps(encode(found), indent=1) + "\n")
     return 0 if all(evidence.ok for evidence in found) else 1
@@ -112,15 +177,18 @@ def _rules(options: Namespace) -> int:
 
 def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
     """The model asked for, and the example inputs that its factory gave, if any."""
-    with _progress(f"building {options.model}"):
+    with _progress(f"building {options.model}"), _misuse():
         return load_with_inputs(options.model)
 
 
 def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace) -> dict[str, Any]:
     """The keyword arguments that the pipeline's functions have in common."""
-    sizes = {"batch": options.batch, "sequence": options.sequence}
+    if given is None:
+        sizes = {"batch": options.batch, "sequence": options.sequence}
+        with _misuse():
+            given = example_inputs(model, options.training, **sizes, advice=_FACTORY)
     return {
-        "example_inputs": given or example_inputs(model, options.training, **sizes),
+        "example_inputs": given,
         "training": options.training,
         "machine": options.machine,
         "overrides": dict(options.override),
@@ -142,7 +210,9 @@ def _write_files(files: Mapping[str, str | bytes], directory: Path) -> str:
             data = content if isinstance(content, bytes) else content.encode()
             (directory / name).write_bytes(data)
     except OSError as error:
-        raise PlanError(f"{directory}: cannot be written: {error}. Choose another -o.") from error
+        raise _MisuseError(
+            f"{directory}: cannot be written: {error}. Choose another -o."
+        ) from error
     return f"wrote {', '.join(sorted(files))} to {directory}"
 
 
@@ -153,7 +223,7 @@ def _write_json(target: str | None, content: str) -> None:
         try:
             Path(target).write_text(content, encoding="utf-8")
         except OSError as error:
-            raise PlanError(f"{target}: cannot be written: {error}. Choose another.") from error
+            raise _MisuseError(f"{target}: cannot be written: {error}. Choose another.") from error
 
 
 _COMMANDS = {"plan": _plan, "dry-run": _dry_run, "verify": _verify, "rules": _rules}

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 
 from autotp.analysis import Analysis, Matching
 from autotp.core.axis import Atom
@@ -11,7 +10,7 @@ from autotp.core.partition import Partition
 from autotp.core.placement import Placement
 from autotp.core.plan import Plan
 from autotp.errors import PlanError
-from autotp.layouts import LAYOUTS, Layouts, overridden
+from autotp.layouts import Layouts, check_layout, overridden
 from autotp.whole import Whole, fingerprint
 
 __all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed"]
@@ -24,9 +23,8 @@ _NO_SUCH_DIM = {
 }
 
 
-def followed(given: Plan | str | Path, whole: Whole, tp: int, *, training: bool) -> Plan:
+def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
-    drawn = given if isinstance(given, Plan) else Plan.from_json(Path(given))
     where = f"plan= (for {drawn.model}, tp {drawn.tp})"
     if drawn.tp != tp:
         raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={drawn.tp}.")
@@ -171,13 +169,7 @@ def _either(sizes: Iterable[int]) -> str:
 
 def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
     """The parameters that a glob names."""
-    if layout not in LAYOUTS:
-        close = get_close_matches(layout, LAYOUTS, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise PlanError(
-            f"overrides: {glob!r} asks for layout {layout!r}; layouts are "
-            f"{', '.join(LAYOUTS)}.{hint}"
-        )
+    check_layout(glob, layout)
     names = [n for n in analysis.parameters if overridden(n, glob)]
     if not names:
         every = list(whole.parameters)

@@ -9,13 +9,17 @@ replicated  whole on every rank
 
 from collections import defaultdict
 from collections.abc import Iterator
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+
+from torch import fx
 
 from autotp.analysis import Analysis, Matching, Use, Value
 from autotp.core.partition import Partition
 from autotp.core.placement import Placement
+from autotp.errors import PlanError
 
-__all__ = ["LAYOUTS", "Layouts", "overridden"]
+__all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]
 
 LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
 """What an override may ask for."""
@@ -57,23 +61,30 @@ class Layouts:
         if len(self.analysis.dims[(node, 0)]) != 1:
             return False
         return all(
-            not self._biases(use, k) and all(f.kind != "reduce" for f in use.rule.factors)
+            self._product(use, k) is None and all(f.kind != "reduce" for f in use.rule.factors)
             for use, k in self._readers((node, 0))
         )
 
     def is_bias(self, name: str) -> bool:
         """Whether a parameter is only ever added to a product."""
-        readers = list(self._readers((self.analysis.parameters[name], 0)))
-        return bool(readers) and all(self._biases(use, k) for use, k in readers)
+        return bool(self.products(name))
 
-    def _biases(self, use: Use, k: int) -> bool:
-        """Whether operand `k` is added to a product, in the same op or right after it."""
+    def products(self, name: str) -> list[fx.Node]:
+        """The products that a parameter is only ever added to; empty if it is read otherwise."""
+        readers = self._readers((self.analysis.parameters[name], 0))
+        found = [self._product(use, k) for use, k in readers]
+        return [node for node in found if node] if None not in found else []
+
+    def _product(self, use: Use, k: int) -> fx.Node | None:
+        """The product that operand `k` is added to, in the same op or right after it."""
         if k in use.rule.bias:
-            return True
+            return use.node
         if len(use.operands) != 2 or frozenset({0, 1}) not in use.rule.linear:
-            return False
+            return None
         product = self.analysis.uses.get(use.operands[1 - k].value[0])
-        return product is not None and any(f.kind == "reduce" for f in product.rule.factors)
+        if product is None or all(f.kind != "reduce" for f in product.rule.factors):
+            return None
+        return product.node
 
     def _contracted(self, name: str, axes: tuple[str, ...]) -> bool:
         for use, k in self._readers((self.analysis.parameters[name], 0)):
@@ -97,3 +108,14 @@ class Layouts:
 def overridden(name: str, glob: str) -> bool:
     """Whether an override's glob names a parameter, with or without its last component."""
     return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)
+
+
+def check_layout(glob: str, layout: str) -> None:
+    """Refuses a word for a layout that is none, asked for by an override's glob."""
+    if layout not in LAYOUTS:
+        close = get_close_matches(layout, LAYOUTS, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise PlanError(
+            f"overrides: {glob!r} asks for layout {layout!r}; layouts are "
+            f"{', '.join(LAYOUTS)}.{hint}"
+        )

@@ -1,7 +1,7 @@
 """The keyword arguments that `plan`, `parallelize` and `verify` have in common, checked once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
@@ -60,7 +60,13 @@ class Options:
                 f"options plan and overrides: a plan says all, {len(options.overrides)} overrides "
                 "are given beside it. Give one of the two."
             )
-        return options
+        return options.read()
+
+    def read(self) -> "Options":
+        """The same options, with the plan that a path names."""
+        if self.plan is None or isinstance(self.plan, Plan):
+            return self
+        return replace(self, plan=Plan.from_json(Path(self.plan)))
 
     def __post_init__(self) -> None:
         """Refuse values that no plan can have."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ from autotp.run.tree import build_tree
 from autotp.run.variant import Signature, key_of
 from autotp.sizes import Pricing
 from autotp.terms import Constraint, Terms
-from autotp.whole import skeleton, whole_of
+from autotp.whole import is_meta, skeleton, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
@@ -74,7 +74,8 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     - `shard_threshold`: parameters smaller than this part of the largest are free to stay whole.
     - `reduce_dtype`: sums over the group are made in it.
     - `strict`: raise for an op without a rule, or more than 10 % of the bytes whole.
-    - `plan`: a Plan, or the path of one, to follow instead of solving.
+    - `plan`: a Plan, or the path of one, whose layouts of parameters are to be followed (with the
+      overrides that it was asked for, as reasons); what ops do is solved anew under them.
 
     Raises PlanError, CaptureError, RuleError, UnknownOpError.
     """
@@ -147,7 +148,7 @@ def verify(
         _check_values(name, tensor, torch.device("cpu"))
     ranks = [work.built(made, Group("tp", tp, r, _device(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
-    return prove(
+    evidence = prove(
         model,
         ranks,
         work.inputs,
@@ -158,6 +159,7 @@ def verify(
         seed=seed,
         dtype=dtype,
     )
+    return replace(evidence, notes=(*evidence.notes, *made.plan.warnings))
 
 
 def dry_run(
@@ -226,7 +228,7 @@ class _Work:
             machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
         )
         self.whole = whole_of(model)
-        self.program = capture(model, self.inputs)
+        self.program = _captured(model, self.inputs)
         names = list(self.whole.parameters)
         self.analysis = analyse(self.program, names, self.rules, strict=options.strict)
         self.matching = match(self.analysis, self.rules)
@@ -281,7 +283,7 @@ class _Work:
 
     def built(self, made: Made, where: Group, named: torch.device | None = None) -> ShardedModel:
         """One rank's model around its shards; its graph names the device `named`, if given."""
-        device = torch.device("meta") if _is_meta(self.model) and not _real(where) else where.device
+        device = torch.device("meta") if is_meta(self.model) and not _real(where) else where.device
         tree = build_tree(
             self.model,
             dict(self._shards(made.plan, where, device)),
@@ -332,6 +334,7 @@ class _Work:
     def _asked(self, tp: int) -> Asked:
         options = self.options
         reduced = options.reduce()
+        followed = options.plan.options if isinstance(options.plan, Plan) else {}
         return Asked(
             tp=tp,
             training=self.training,
@@ -340,14 +343,15 @@ class _Work:
             sizes=_sizes(self.program, _tensors(self.inputs)),
             optimizer=options.optimizer,
             state_dtype=options.state_dtype,
-            shard_threshold=options.shard_threshold,
-            overrides=options.overrides,
+            # a plan followed keeps the reasons for which it is as it is
+            shard_threshold=cast("float", followed.get("shard_threshold", options.shard_threshold)),
+            overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
             reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
         )
 
     def _allowed(self, tp: int) -> Mapping[str, Constraint]:
         """What a plan to follow, or overrides, leave to each parameter."""
-        if self.options.plan is not None:
+        if isinstance(self.options.plan, Plan):
             plan = followed(self.options.plan, self.whole, tp, training=self.training)
             return as_planned(plan, self.analysis)
         asked = self.options.overrides
@@ -357,7 +361,8 @@ class _Work:
         if self.options.strict and drawn.tp > 1 and drawn.replicated_fraction > 0.1:
             raise PlanError(
                 f"{self.whole.name}: strict=True, and every rank holds "
-                f"{drawn.replicated_fraction:.1%} of the parameter bytes whole (more than 10 %). "
+                f"{100 * drawn.replicated_fraction:.3g} % of the parameter bytes whole (more than "
+                "10 %). "
                 "Choose a tp that divides more axes, or leave strict off to see the plan."
             )
 
@@ -392,6 +397,16 @@ def _sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, in
     return sizes
 
 
+def _captured(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
+    """The model's graph; of a model on meta the one that it has on the CPU, where it will be read.
+
+    Code that asks for the device takes another way on meta, and plans would differ by that.
+    """
+    if is_meta(model):
+        return capture(skeleton(model), _valueless(inputs, torch.device("cpu")))
+    return capture(model, inputs)
+
+
 def _valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere."""
 
@@ -405,10 +420,6 @@ def _valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _is_meta(model: nn.Module) -> bool:
-    return any(p.is_meta for p in model.parameters())
 
 
 def _real(where: Group) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Whole", "fingerprint", "skeleton", "whole_of"]
+__all__ = ["Whole", "fingerprint", "is_meta", "skeleton", "whole_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,10 @@ def skeleton(model: nn.Module) -> nn.Module:
     """A copy of the model on its own device whose tensors have shapes and strides, but no memory.
 
     Unlike a copy on meta it is captured as the model itself is: code that asks for the device takes
-    the same way, and constants made in the forward keep their values.
+    the same way, and constants made in the forward keep their values. Of a model on meta the copy
+    is on the CPU, so that its graph is the one that the model has once its weights are there.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {id(t): torch.zeros_like(t, device="cpu") for t in _plain_metas(model)}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
     for buffer in model.buffers():
@@ -58,7 +59,19 @@ def skeleton(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def is_meta(model: nn.Module) -> bool:
+    """Whether a parameter of the model has no values."""
+    return any(p.is_meta for p in model.parameters())
+
+
+def _plain_metas(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors on meta that modules hold as plain attributes, neither parameters nor buffers."""
+    held = (value for module in model.modules() for value in vars(module).values())
+    return [value for value in held if isinstance(value, torch.Tensor) and value.is_meta]
+
+
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
-    hollow = torch.empty_like(tensor, requires_grad=False)
+    device = "cpu" if tensor.is_meta else tensor.device
+    hollow = torch.empty_like(tensor, requires_grad=False, device=device)
     hollow.untyped_storage().resize_(0)
     return hollow

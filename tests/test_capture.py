@@ -1,5 +1,6 @@
 """Captured graphs give the model's own outputs, at sizes unlike those they were traced at."""
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -357,6 +358,32 @@ def test_failures_are_quiet(capfd: pytest.CaptureFixture[str]) -> None:
         capture(Branches(), {"x": torch.ones(2, 3)})
 
     assert ("", "") == tuple(capfd.readouterr())
+
+
+class Joins(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x[:, :, :1]], 1)  # sizes that no tensor can have: torch logs it
+
+
+def test_what_torch_logs_of_a_failure_is_seen_only_on_demand(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(caplog.handler)
+    ours = logging.getLogger("autotp")
+    before = ours.level
+    said: list[bool] = []
+    for level, variable in ((before, ""), (logging.DEBUG, ""), (before, "export")):
+        caplog.clear()
+        ours.setLevel(level)
+        monkeypatch.setenv("TORCH_LOGS", variable)
+        with pytest.raises(CaptureError, match="Sizes of tensors must match"):
+            capture(Joins(), {"x": torch.ones(2, 3, 4)})
+        said.append("failed while attempting to run meta" in caplog.text)
+    ours.setLevel(before)
+    logger.removeHandler(caplog.handler)
+
+    assert [False, True, True] == said
 
 
 def test_needs_no_transformers() -> None:

@@ -53,6 +53,14 @@ def test_examples_hold_legal_words_and_are_the_same_every_time() -> None:
     assert torch.equal(inputs["input_ids"], again["input_ids"])
 
 
+def test_more_words_than_positions_are_refused() -> None:
+    model, _ = models.build("gpt2")
+
+    assert (1, 128) == tuple(example_inputs(model, training=False, sequence=128)["input_ids"].shape)
+    with pytest.raises(PlanError, match=r"sequence 129, but its config has 128 positions\. Give"):
+        example_inputs(model, training=False, sequence=129)
+
+
 def test_examples_of_images_and_classes() -> None:
     config = transformers.ViTConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=8

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -152,8 +153,47 @@ def test_dry_run_into_a_file_is_refused(
 ) -> None:
     code = cli.main(["dry-run", directory, "--tp", "2", "-o", f"{directory}/config.json"])
 
-    assert 1 == code
-    assert "config.json: cannot be written" in capsys.readouterr().err
+    assert 2 == code
+    assert not calls
+    assert "-o: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--machine", "h10"], "machine 'h10' is unknown. Did you mean 'h100'?"),
+        (["--override", "*=colum"], "asks for layout 'colum'; layouts are"),
+        (["--json", "/no/such/place.json"], "--json: /no/such is no directory"),
+        (["--sequence", "99"], "sequence 99, but its config has 32 positions"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_captured(
+    calls: Calls, directory: str, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    code = cli.main(["plan", directory, "--tp", "2", *options])
+
+    assert (2, []) == (code, calls)
+    assert said in capsys.readouterr().err
+
+
+def test_a_rank_that_there_is_not_is_refused(
+    calls: Calls, directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = cli.main(["dry-run", directory, "--tp", "2", "--rank", "2", "-o", "out"])
+
+    assert (2, []) == (code, calls)
+    assert "--rank 2: ranks of --tp 2 are 0 to 1" in capsys.readouterr().err
+
+
+def test_a_factory_without_inputs_is_told_what_to_return(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "load_with_inputs", lambda _: (nn.Linear(4, 4), None), raising=True)
+    code = cli.main(["plan", "some:factory", "--tp", "2"])
+    said = capsys.readouterr().err
+
+    assert (2, []) == (code, calls)
+    assert "its forward takes 'input'. Let the factory return (module, inputs), a tuple" in said
 
 
 def test_verify_draws_weights_and_tries_every_tp(
@@ -167,7 +207,8 @@ def test_verify_draws_weights_and_tries_every_tp(
     assert not any(p.is_meta for p in calls[0][1].parameters())
     assert (2, 16) == calls[0][2]["example_inputs"]["input_ids"].shape
     assert not calls[0][2]["example_inputs"]["input_ids"].is_meta
-    assert "tp 4: equals the whole model (float32)" in shown
+    assert shown.startswith("tp 2: equals the whole model (float32)\n")
+    assert "\n\ntp 4: equals the whole model (float32)\n" in shown
     assert "2.00e-07" in shown
     assert "4 forward all-reduce" in shown
 
@@ -197,6 +238,17 @@ def test_verify_writes_its_evidence_as_json(
 def test_rules_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 == cli.main(["rules"])
     assert "aten.linear.default" in capsys.readouterr().out
+
+
+def test_rules_can_be_read_on_a_narrow_page(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main(["rules"])
+    shown = capsys.readouterr().out
+
+    assert re.match(r"\d+ ops\n", shown)
+    assert "b m i, b i o -> b m o" in shown
 
 
 def test_rules_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,11 +297,13 @@ def test_debug_shows_the_traceback(
     [
         ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
+        (["vrify"], "Did you mean 'verify'?"),
+        (["plan", "gpt2", "--tp", "2", "--trainig"], "Did you mean '--training'?"),
         (["plan", "gpt2"], "required: --tp"),
         (["plan", "gpt2", "--tp", "0"], "0 is too small, the least is 1"),
         (["plan", "gpt2", "--tp", "-2"], "-2 is too small, the least is 1"),
         (["plan", "gpt2", "--tp", "many"], "'many' is not a whole number"),
-        (["plan", "gpt2", "--tp", "2,4"], "'2,4' is not a whole number"),
+        (["plan", "gpt2", "--tp", "2,4"], "'2,4' is not a whole number; only verify takes several"),
         (["plan", "gpt2", "--tp", "2", "--override", "mlp"], "'mlp' is not GLOB=LAYOUT"),
         (["dry-run", "gpt2", "--tp", "2"], "required: -o/--output"),
         (["verify", "gpt2", "--tp", "2,x"], "'x' is not a whole number"),

@@ -61,6 +61,20 @@ def test_a_plan_followed_gives_the_same_layouts_and_collectives(made: tuple[str,
     assert plan.parameters == again.parameters
     assert plan.collectives == again.collectives
     assert plan.choices == again.choices
+    assert plan.hash == again.hash
+
+
+def test_a_plan_made_with_overrides_and_followed_says_the_same() -> None:
+    plan = plan_of("llama", overrides={"model.embed_tokens": "replicated"})
+
+    assert plan.hash == plan_of("llama", plan=plan).hash
+
+
+def test_a_model_without_values_has_the_plan_of_one_with_values() -> None:
+    model, _ = build("llama", **MODELS["llama"])
+    model.config.architectures = [type(model).__name__]
+
+    assert autotp.plan(model, TP, training=False).hash == autotp.plan(model.config, TP).hash
 
 
 def test_a_plan_comes_back_from_json_as_it_was(made: tuple[str, Plan]) -> None:

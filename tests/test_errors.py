@@ -61,7 +61,7 @@ def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand
     assert notes["attention"] == "heads (8): too few for tp 1024; tp sizes that split it: 2 to 8"
     assert notes["mlp"] == "ffn (128): too few for tp 1024; tp sizes that split it: 2 to 128"
     assert not any(pair.split for pair in plan.pairs)
-    assert "every rank holds 100.0% of the parameter bytes whole" in plan.warnings[0]
+    assert "every rank holds 100 % of the parameter bytes whole" in plan.warnings[0]
 
 
 def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
@@ -69,7 +69,7 @@ def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
         PlanError, lambda: autotp.plan(hand[0], 1024, example_inputs=hand[1], strict=True)
     )
 
-    says(message, "HandGPT", "holds 100.0% of the parameter bytes whole", "Choose a tp that")
+    says(message, "HandGPT", "holds 100 % of the parameter bytes whole", "Choose a tp that")
 
 
 def test_without_processes_the_line_that_starts_them_is_told(hand: Hand) -> None:
@@ -237,7 +237,7 @@ def test_a_plan_file_that_was_cut_off_is_refused(hand: Hand, plan: Plan, tmp_pat
         PlanError, lambda: autotp.plan(hand[0], 2, plan=path, example_inputs=hand[1])
     )
 
-    says(message, str(path), "line ", "cut off?", "Write it again")
+    says(message, str(path), "line ", "cut off?", "Write it (again)")
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +327,7 @@ def test_a_broken_directory_is_one_message_on_the_command_line(
     code = main(["plan", str(tmp_path), "--tp", "2"])
     captured = capsys.readouterr()
 
-    assert code == 1
+    assert code == 2
     assert captured.out == ""
     says(captured.err, "autotp: error:", str(tmp_path), *parts)
     assert "Traceback" not in captured.err
@@ -336,5 +336,5 @@ def test_a_broken_directory_is_one_message_on_the_command_line(
 def test_an_unknown_preset_is_told_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["plan", "gpt-2", "--tp", "2"])
 
-    assert code == 1
+    assert code == 2
     says(capsys.readouterr().err, "'gpt-2'", "Did you mean 'gpt2'?", "Presets are", "MODEL is")

@@ -20,6 +20,7 @@ from autotp.passes.outline import outline
 from autotp.program import Guard
 from autotp.run.layer import Layer
 from autotp.run.model import ShardedModel
+from autotp.run.tidy import named_device, tidied, wrapped
 from autotp.run.tree import build_tree
 from tests import models
 from tests.plans import decoder_plan
@@ -242,6 +243,14 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(object())
 
 
+def test_generating_with_a_cache_is_refused_with_what_to_do_instead() -> None:
+    model, _ = models.build("llama")
+    tree = build(model)
+
+    with pytest.raises(PlanError, match=r"generate\(\) needs a cache .* Loop over whole forwards"):
+        tree.generate(torch.ones(1, 2))
+
+
 def test_a_plan_without_training_refuses_gradients() -> None:
     model, tree, ids = hand(training=False)
 
@@ -340,6 +349,33 @@ def test_the_code_is_a_python_module_with_each_distinct_layer_once() -> None:
     assert "# b = ids.shape[0]\n# s = ids.shape[1]\n" in code
     assert "    # attention\n    query = " in code
     assert_same(model(ids), actual)
+
+
+def test_the_code_is_written_as_people_write_it() -> None:
+    value = "torch.ops.aten.slice.Tensor(x, 1, 4, 9223372036854775807)"
+    stepped = "f(x, 0, 0, 9223372036854775807, 2, device = device(type='cpu'))"
+
+    assert "torch.ops.aten.slice.Tensor(x, 1, 4)" == tidied(value)
+    assert "f(x, 0, 0, None, 2, device=device(type='cpu'))" == tidied(stepped)
+    assert "    y = f(x)  # (b, 4)" == wrapped("y", "f(x)", "(b, 4)")
+
+
+def test_a_long_line_is_wrapped_and_means_the_same() -> None:
+    call = f"f({', '.join(['self.weight'] * 9)}, 'tp')"
+    written = wrapped("y", call, "(b)")
+
+    assert 100 >= max(map(len, written.splitlines()))
+    assert ast.dump(ast.parse(f"y = {call}")) == ast.dump(ast.parse(written.strip()))
+
+
+def test_the_code_names_its_device_once() -> None:
+    text = "f(device=device(type='cuda', index=1))\ng(device(type='cuda', index=1))"
+    code, line = named_device(text)
+
+    assert "f(device=DEVICE)\ng(DEVICE)" == code
+    assert 'DEVICE = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")' == line
+    assert 'DEVICE = torch.device("cpu")' == named_device("f(device(type='cpu'))")[1]
+    assert ("f(x)", "") == named_device("f(x)")
 
 
 def test_hooks_of_layers_run_once_a_call() -> None:

@@ -58,6 +58,13 @@ def test_the_hash_is_that_of_the_content() -> None:
     assert PLAN.hash == Plan.from_json(PLAN.to_json()).hash
 
 
+def test_the_hash_does_not_tell_how_the_plan_was_found() -> None:
+    again = replace(PLAN, cost={"index": 7}, bound={"index": 7}, method="milp", variables=1)
+
+    assert PLAN.hash == again.hash
+    assert again == Plan.from_json(again.to_json())
+
+
 def test_the_hash_is_equal_in_every_process() -> None:
     code = "from tests.plans import decoder_plan; print(decoder_plan(layers=2, tp=4).hash)"
     hashes = {
@@ -75,7 +82,7 @@ def test_the_hash_is_equal_in_every_process() -> None:
 
 
 def test_a_changed_file_is_noticed() -> None:
-    text = PLAN.to_json().replace('"width": 2', '"width": 3')
+    text = PLAN.to_json().replace('"machine": "h100"', '"machine": "gloo"')
 
     with pytest.raises(PlanError, match="hash says .*, the content gives .*: it was changed"):
         Plan.from_json(text)
@@ -86,9 +93,7 @@ def test_a_truncated_file_is_told_where_it_ends(tmp_path: Path, share: float) ->
     path, text = tmp_path / "plan.json", PLAN.to_json()
     path.write_text(text[: int(share * len(text))])
 
-    with pytest.raises(
-        PlanError, match=r"line \d+ column \d+: .*cut off.*Write it again"
-    ) as caught:
+    with pytest.raises(PlanError, match=r"line \d+ column \d+: .*cut off.*Write it") as caught:
         Plan.from_json(path)
 
     assert str(path) in str(caught.value)
@@ -144,7 +149,7 @@ def test_something_else_than_a_plan_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_told_by_path(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"none\.json: cannot be read"):
+    with pytest.raises(PlanError, match=r"none\.json: does not exist\. .* with --training"):
         Plan.from_json(tmp_path / "none.json")
 
 

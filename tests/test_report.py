@@ -4,12 +4,17 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
+from transformers import ViTConfig, ViTModel
 
-from autotp.core.plan import Pair, Plan
+import autotp
+from autotp.core.plan import BUCKET, Pair, Plan
 from autotp.show.distinct import pair_rows, pattern
 from autotp.show.report import text
 from autotp.show.units import bytes_text, share_text, time_text
+from tests.models import build
 from tests.plans import decoder_plan, parameter
 
 PLAN = decoder_plan()
@@ -135,6 +140,14 @@ def test_a_gap_is_admitted() -> None:
     assert "within 2.00 % of the lower bound (milp, width 0, 1,996 variables)" in report
 
 
+def test_the_proof_says_that_the_latency_of_the_bucket_is_left_out() -> None:
+    bucket = replace(PLAN.collectives[0], phase="backward", where=BUCKET)
+    report = text(replace(PLAN, collectives=(*PLAN.collectives, bucket)), 160)
+
+    assert "proven minimal, the gradient bucket's latency left out (exact" in report
+    assert "left out" not in text(PLAN, 160)
+
+
 def test_tied_names_are_shown_with_the_parameter() -> None:
     name = "model.embed_tokens.weight"
     tied = replace(PLAN.parameters[name], tied=("head.weight",))
@@ -245,3 +258,76 @@ def test_shares_are_per_cent() -> None:
         share_text(0, 5),
         share_text(1, 10**6),
     ]
+
+
+@pytest.fixture(scope="module", params=[2, 5])
+def tied(request: pytest.FixtureRequest) -> Plan:
+    """The plan of a model whose head is its table of words; positions are added to the words."""
+    model, inputs = build("gpt2", n_layer=1)
+    return autotp.plan(model, request.param, example_inputs=inputs, training=True)
+
+
+def test_every_collective_is_filed_under_the_pair_that_makes_it_necessary(tied: Plan) -> None:
+    found = {row.first.role: [(c[0], c[1]) for c in row.collectives] for row in pair_rows(tied)}
+
+    assert {
+        "vocabulary": [
+            ("forward", "all_reduce"),
+            ("forward", "all_gather"),
+            ("backward", "all_reduce"),
+        ],
+        "attention": [("forward", "all_reduce"), ("backward", "all_reduce")],
+        "mlp": [("forward", "all_reduce"), ("backward", "all_reduce")],
+    } == found
+
+
+def test_a_collective_inside_a_module_of_several_ops_names_its_op(tied: Plan) -> None:
+    places = {record.where for record in tied.collectives}
+
+    assert {"lm_head", "transformer.h.0.mlp.c_proj"} < places
+    assert "transformer.(add)" in places or 5 == tied.tp
+
+
+def test_a_table_of_positions_is_no_bias(tied: Plan) -> None:
+    record = tied.parameters["transformer.wpe.weight"]
+    reasons = {2: "", 5: "it is in no pair, and tp 5 divides none of its axes (128, 64)"}
+
+    assert reasons[tied.tp] == record.reason
+    assert {2: "transformer.wpe.dim 0 (128)", 5: None}[tied.tp] == record.axis
+    assert "adds its bias once" in tied.parameters["transformer.h.0.mlp.c_proj.bias"].reason
+
+
+def test_a_bias_of_a_product_that_stays_whole_is_none_of_a_row_parallel_layer() -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=128,
+        image_size=32,
+        patch_size=8,
+    )
+    plan = autotp.plan(ViTModel(config).eval(), 2)
+    record = plan.parameters["embeddings.patch_embeddings.projection.bias"]
+
+    assert "it is in no pair, and to cut it would cost a collective" == record.reason
+
+
+class Fixed(nn.Module):
+    """Its own code takes one length only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).view(x.shape[0], 12, 16)
+
+
+def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> None:
+    plan = autotp.plan(Fixed().eval(), 2, example_inputs={"x": torch.randn(2, 12, 16)})
+
+    assert "x · eval (holds for fixed sizes, see Warnings)" in text(plan)
+    assert plan.warnings[0].startswith(
+        "the graph holds for these sizes only: sequence 12; other sizes are captured when they come"
+    )

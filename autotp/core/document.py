@@ -3,10 +3,12 @@
     {"format": "autotp plan", "version": 1, "hash": "9f2c…", "model": …}
 
 The hash makes two things cheap: ranks compare plans by it, and a file that was changed is noticed.
+What says only how a record was come by, not what it is, is left out of it (`apart`).
 """
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import TypeVar, cast
 
 from autotp.core.record import RecordError, decode, encode
@@ -16,19 +18,19 @@ __all__ = ["content_hash", "from_text", "to_text"]
 T = TypeVar("T")
 
 
-def content_hash(record: object) -> str:
-    """The SHA-256, in hexadecimal, of everything that `record` holds."""
-    return _hash(encode(record))
+def content_hash(record: object, apart: Collection[str] = ()) -> str:
+    """The SHA-256, in hexadecimal, of all that `record` holds but the fields `apart`."""
+    return _hash(encode(record), apart)
 
 
-def to_text(record: object, name: str, version: int) -> str:
+def to_text(record: object, name: str, version: int, apart: Collection[str] = ()) -> str:
     """`record` as JSON text in the format `name`, the header before its own keys."""
     fields = encode(record)
-    header = {"format": name, "version": version, "hash": _hash(fields)}
+    header = {"format": name, "version": version, "hash": _hash(fields, apart)}
     return json.dumps({**header, **fields}, indent=1, allow_nan=False) + "\n"
 
 
-def from_text(cls: type[T], text: str, name: str, version: int) -> T:
+def from_text(cls: type[T], text: str, name: str, version: int, apart: Collection[str] = ()) -> T:
     """The record of class `cls` that `text` holds in the format `name`.
 
     Constraints:
@@ -40,7 +42,7 @@ def from_text(cls: type[T], text: str, name: str, version: int) -> T:
     if found != (name, version):
         expected = f"expected format {name!r} version {version}"
         raise RecordError(f"{expected}, found {found[0]!r} version {found[1]!r}")
-    stated, actual = fields.pop("hash", None), _hash(fields)
+    stated, actual = fields.pop("hash", None), _hash(fields, apart)
     if stated not in (None, actual):
         reason = f"hash says {str(stated)[:12]}, the content gives {actual[:12]}"
         raise RecordError(f"{reason}: it was changed; remove the hash line to accept that")
@@ -63,6 +65,7 @@ def _at_end(error: json.JSONDecodeError, text: str) -> bool:
     return error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
 
 
-def _hash(fields: object) -> str:
-    canonical = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+def _hash(fields: dict[str, object], apart: Collection[str]) -> str:
+    hashed = {name: value for name, value in fields.items() if name not in apart}
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,7 +1,7 @@
 """The whole decision for one model and one tensor-parallel size: plain data, equal on every rank.
 
 No torch object is in it; JSON round-trips exactly; `hash` covers everything that ranks must agree
-on.
+on, and nothing that only tells how it was found.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,10 @@ from autotp.core.placement import Placement
 from autotp.core.record import RecordError
 from autotp.errors import PlanError
 
-__all__ = ["CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
+__all__ = ["BUCKET", "CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
+
+BUCKET: Final = "bucket of replicated parameters"
+"""Where the one all-reduce stands that sums the gradients of parameters whole on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,8 @@ class CollectiveRecord:
     """One run of a collective in one call (forward) or one forward + backward.
 
     - `kind`: all_reduce, all_gather, reduce_scatter or all_to_all; `phase`: forward or backward.
-    - `where`: module path and op of the value, e.g. `model.layers.0.self_attn.o_proj`.
+    - `where`: module path of the value, e.g. `model.layers.0.self_attn.o_proj`, and its op in
+      brackets where the module has others in modules of its own; or `BUCKET`.
     - `payload_bytes`: the largest tensor on a rank (all-gather: its result; reduce-scatter: its
       input), `wire_bytes`: what a ring sends a rank; both at the plan's `sizes`.
     - `time_ps`: by the plan's machine.
@@ -155,12 +159,16 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """The SHA-256, in hexadecimal, of everything in the plan; equal on all ranks."""
-        return content_hash(self)
+        """The SHA-256, in hexadecimal, of what is decided and what it costs; equal on all ranks.
+
+        How the decision was found (cost levels, bound, method) is left out: a plan followed has the
+        hash of the plan that it follows.
+        """
+        return content_hash(self, _SEARCH)
 
     def to_json(self) -> str:
         """The plan as JSON text, with `format`, `version` and `hash` before its own keys."""
-        return to_text(self, _FORMAT, _VERSION)
+        return to_text(self, _FORMAT, _VERSION, _SEARCH)
 
     @classmethod
     def from_json(cls, text_or_path: str | Path) -> "Plan":
@@ -175,6 +183,8 @@ class Plan:
         where = f"plan file {text_or_path}"
         try:
             text = Path(text_or_path).read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise PlanError(f"{where}: does not exist. {_ADVICE}") from error
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"{where}: cannot be read: {error}. {_ADVICE}") from error
         return _read(text, where)
@@ -190,12 +200,16 @@ class Plan:
 
 _FORMAT: Final = "autotp plan"
 _VERSION: Final = 1
-_ADVICE: Final = "Write it again: autotp plan MODEL --tp N --json FILE."
+_SEARCH: Final = ("cost", "bound", "gap", "method", "width", "variables")
+"""What tells of the search for the decision, not of the decision; its price is in `collectives`."""
+_ADVICE: Final = (
+    "Write it (again): autotp plan MODEL --tp N --json FILE, with --training if it is to train."
+)
 
 
 def _read(text: str, where: str) -> Plan:
     try:
-        plan = from_text(Plan, text, _FORMAT, _VERSION)
+        plan = from_text(Plan, text, _FORMAT, _VERSION, _SEARCH)
     except RecordError as error:
         raise PlanError(f"{where}: {error}. {_ADVICE}") from error
     if reason := next(_contradictions(plan), ""):

@@ -6,54 +6,27 @@ what stays whole and why.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, prod
 
 import torch
 
-from autotp.analysis import Analysis, AxisPair, Decision, Emitted, Matching
+from autotp.analysis import AxisPair, Emitted
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
-from autotp.core.machine import Machine
 from autotp.core.partition import Part, Partition
 from autotp.core.placement import REPLICATED, Placement
 from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.core.price import moved_bytes
 from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Extent, Split
-from autotp.layouts import Layouts, overridden
-from autotp.offers import factored
+from autotp.layouts import Layouts
+from autotp.passes.account_found import Asked, Found
+from autotp.passes.account_reasons import Reasons
+from autotp.program import Program
 from autotp.sizes import Pricing
 from autotp.whole import Whole, fingerprint
 
 __all__ = ["Asked", "Found", "account"]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """What the plan was asked for."""
-
-    tp: int
-    training: bool
-    variant: str
-    machine: Machine
-    sizes: Mapping[str, int]
-    optimizer: str
-    state_dtype: str | None
-    shard_threshold: float
-    overrides: Mapping[str, str]
-    reduce_dtype: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What the stages found out."""
-
-    analysis: Analysis
-    matching: Matching
-    decision: Decision
-    solution: Solution
-    collectives: Sequence[Emitted]
 
 
 def account(whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> Plan:
@@ -77,6 +50,9 @@ class _Accountant:
         through = self._through()
         if through is not None:
             self.names.setdefault(through, "hidden")
+        self._name_others()
+        self.reasons = Reasons(whole, found, asked, self.layouts, self.names)
+        self.filed = self._filed()
 
     def plan(self) -> Plan:
         """The plan."""
@@ -142,6 +118,16 @@ class _Accountant:
             a.name: f"{module}.{w}" if module else w for a, w in zip(pair.axes, words, strict=False)
         }
 
+    def _name_others(self) -> None:
+        """Axes in no pair are called by the first parameter's dim that has them, and its size."""
+        for name, node in self.analysis.parameters.items():
+            for number, dim in enumerate(self.analysis.dims[(node, 0)]):
+                leaves = list(self.forest.leaves(dim))
+                for axis in leaves:
+                    of = "" if len(leaves) == 1 else "part of "
+                    word = f"{of}dim {number} ({axis.size})"
+                    self.names.setdefault(axis.name, f"{_module((name,))}.{word}")
+
     def _pair(self, pair: AxisPair) -> Pair:
         cut = self._pair_cut(pair)
         tp, module = self.asked.tp, _module((*pair.openers, *pair.closers))
@@ -166,7 +152,7 @@ class _Accountant:
             expression=expression,
             module=module,
             split=bool(cut.parts),
-            note=self._copies(cut) if cut.parts else self._whole_pair(pair),
+            note=self._copies(cut) if cut.parts else self.reasons.pair(pair),
         )
 
     def _local_size(self, cut: Partition, rank: int) -> int:
@@ -206,23 +192,6 @@ class _Accountant:
         joint = "*" if any(p.parts for p in parts) else "+"
         return joint.join([names[0], *(n.rpartition(".")[2] for n in names[1:])])
 
-    def _whole_pair(self, pair: AxisPair) -> str:
-        tp = self.asked.tp
-        sizes = {a: a.size.static or 0 for a in pair.axes}
-        if any(self._placement(n).is_split for n in (*pair.openers, *pair.closers)):
-            return "its parameters are cut along another axis"
-        if max(sizes.values()) >= tp:
-            return self._barred((*pair.openers, *pair.closers))
-        named = ", ".join(
-            f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
-        )
-        most = max(n for n in range(1, prod(sizes.values()) + 1) if self._fits(pair, n))
-        return f"{named}: too few for tp {tp}; tp sizes that split it: {_up_to(most)}"
-
-    def _fits(self, pair: AxisPair, tp: int) -> bool:
-        """Whether `tp` ranks can share the pair's axes."""
-        return any((a.size.static or 0) >= tp for a in pair.axes) or bool(factored(pair, tp))
-
     # ── parameters ───────────────────────────────────────────────────────────────────────────
 
     def _placement(self, name: str) -> Placement:
@@ -245,7 +214,7 @@ class _Accountant:
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
             placement=(Placement(placement.kind, placement.dim, axis),),
-            reason="" if split else self._reason(name, layout),
+            reason="" if split else self.reasons.parameter(name, layout),
             gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
@@ -271,43 +240,14 @@ class _Accountant:
         size = _bytes(tensor) // tensor.shape[placement.dim] * shape[placement.dim]
         return Shard(tuple(shape), size, tuple(split.ranges(rank, self.asked.tp)))
 
-    def _reason(self, name: str, layout: str) -> str:
-        if self.asked.tp == 1:
-            return "there is one rank"
-        if name not in self.analysis.parameters:
-            return "the captured graph does not use it"
-        if any(self._matches(name, glob) for glob in self.asked.overrides):
-            return "an override asks for it"
-        pair = self.found.matching.pair_of.get(name)
-        if pair is not None:
-            return self._reason_in_pair(name, pair)
-        if self.layouts.is_bias(name):
-            return "a row-parallel layer adds its bias once, after the sum"
-        if layout == "norm":
-            return "a norm needs its whole dim on every rank"
-        return "no axis of it runs cleanly from an opener to a closer"
-
-    def _reason_in_pair(self, name: str, pair: AxisPair) -> str:
-        home = self.found.matching.home[name]
-        if any((a.size.static or 0) >= self.asked.tp for a in home):
-            return self._barred((name,))
-        return self._whole_pair(pair)
-
-    def _barred(self, names: Sequence[str]) -> str:
-        """Why parameters stay whole that could be cut evenly."""
-        largest = max(_bytes(t) for t in self.whole.parameters.values())
-        least = self.asked.shard_threshold * largest
-        size = max(_bytes(self.whole.parameters[n]) for n in names)
-        if size < least:
-            return f"its {size} bytes are below the threshold of {int(least)}"
-        if self.asked.overrides:
-            return "other layouts were asked for"
-        return "an op that reads it needs it whole, or joins it with pieces cut along another axis"
-
-    def _matches(self, name: str, glob: str) -> bool:
-        return self.asked.overrides[glob] == "replicated" and overridden(name, glob)
-
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
+
+    def _filed(self) -> dict[str, str]:
+        """For each axis that is cut in a pair, that pair's axis as the plan calls it."""
+        split = [(p, self._pair(p)) for p in self.found.matching.pairs]
+        own = {a.name: r.axis for p, r in reversed(split) for a in p.axes if r.split}
+        cuts = {a: r.axis for p, r in reversed(split) for a in self._pair_cut(p).axes}
+        return cuts | own
 
     def _collectives(self) -> tuple[CollectiveRecord, ...]:
         forward = [c for c in self.found.collectives if c.phase == "forward"]
@@ -330,6 +270,7 @@ class _Accountant:
             payload_bytes=payload,
             wire_bytes=wire_bytes(run.kind, payload, ranks),
             time_ps=time_ps(run.kind, payload, ranks, self.asked.machine),
+            axis=next((self.filed[a] for a in run.axes if a in self.filed), ""),
             group="tp" if not run.ranks else f"tp/{run.ranks}:{run.stride}",
         )
 
@@ -344,13 +285,18 @@ class _Accountant:
     def _warnings(self, fraction: float, unruled: Sequence[str], reason: str) -> Iterable[str]:
         if self.asked.tp > 1 and fraction > 0.1:
             yield (
-                f"every rank holds {fraction:.1%} of the parameter bytes whole (see what stays "
-                "whole, and why); more than 10 % wastes memory"
+                f"every rank holds {100 * fraction:.3g} % of the parameter bytes whole (see "
+                "'Whole on every rank'); more than 10 % wastes memory"
             )
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
         if reason:
-            yield f"the capture fixed a size: {reason}"
+            fixed = _fixed(self.analysis.program)
+            sizes = ", ".join(f"{word} {size}" for word, size in fixed.items()) or "the given"
+            yield (
+                f"the graph holds for these sizes only: {sizes}; other sizes are captured when "
+                f"they come. Traced with free sizes, torch.export fails: {reason}"
+            )
 
     def _label(self, label: str) -> str:
         number, _, axis = label.partition(":")
@@ -372,10 +318,16 @@ def _held_whole(record: ParameterRecord) -> int:
     return record.bytes * split.whole() // split.length()
 
 
-def _up_to(most: int) -> str:
-    if most < 3:
-        return "2" if most == 2 else "none"
-    return f"2 to {most}"
+def _fixed(program: Program) -> dict[str, int]:
+    """The sizes of data that the capture had to fix, by what they are of."""
+    found: dict[str, int] = {}
+    values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
+    for name, node in zip(program.inputs, values, strict=True):
+        for word, dim in zip(("batch", "sequence"), program.data_dims[name], strict=False):
+            size = values[node].shape[dim]
+            if type(size) is int and found.setdefault(word, size) != size:
+                found[f"{name} {word}"] = size
+    return found
 
 
 def _module(names: Sequence[str]) -> str:

@@ -41,7 +41,7 @@ __all__ = ["capture", "example_inputs", "retarget"]
 
 FREEDOMS = (frozenset({"batch", "sequence", "decoder"}), frozenset({"batch"}), frozenset[str]())
 TORCH = os.path.dirname(torch.__file__)
-TALKATIVE = ("torch.export._trace", "torch.fx.experimental.symbolic_shapes")
+OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 
 
@@ -153,8 +153,15 @@ def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> Expo
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Keeps back what torch logs and prints of a failing export; the reason is in the exception."""
-    loggers = [logging.getLogger(name) for name in TALKATIVE]
+    """Keeps back what torch logs and prints of a failing export; the reason is in the exception.
+
+    Not where somebody wants to see it: with TORCH_LOGS, or our own logger at DEBUG.
+    """
+    if os.environ.get("TORCH_LOGS") or OURS.level == logging.DEBUG:
+        yield
+        return
+    # any part of torch may log an error that it then raises
+    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _is_torchs(n)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
@@ -165,6 +172,10 @@ def _quiet() -> Generator[None]:
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+
+def _is_torchs(logger: str) -> bool:
+    return logger.partition(".")[0] == "torch"
 
 
 def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:  # noqa: ANN401
@@ -242,7 +253,7 @@ def _short(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if line.startswith("- ")), lines[0])
     sentence = telling.removeprefix("- ").partition(". ")[0].removesuffix(".")
-    return f"{type(error).__name__}: {sentence}"[:SHORT]
+    return f"{type(error).__name__}: {sentence}".removesuffix(": ")[:SHORT]
 
 
 def _explained(model: nn.Module, error: Exception) -> str:

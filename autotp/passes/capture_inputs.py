@@ -30,7 +30,12 @@ Axes = Mapping[int, Axis]
 
 
 def example_inputs(
-    model: nn.Module, training: bool, *, batch: int = 1, sequence: int | None = None
+    model: nn.Module,
+    training: bool,
+    *,
+    batch: int = 1,
+    sequence: int | None = None,
+    advice: str = "Pass example_inputs={name: tensor}.",
 ) -> dict[str, Any]:
     """Inputs for a model that has a config, on its own device, to price a plan with.
 
@@ -38,15 +43,23 @@ def example_inputs(
     "use_cache": False}`, and `labels` when training.
 
     Constraints:
-    - `sequence` defaults to the model's maximum, at most 4096.
-    - A module without a config, or with a main input of another kind, must be given its inputs.
+    - `sequence` defaults to the model's maximum, at most 4096; PlanError if it is more than that
+      maximum.
+    - A module without a config, or with a main input of another kind, must be given its inputs;
+      `advice` says how.
     """
     config = getattr(model, "config", None)
     if config is None:
         raise PlanError(
             f"{type(model).__name__}: has no config, so its inputs cannot be guessed; "
             f"its forward takes {_listed(_parameters(model))}. "
-            "Pass example_inputs={name: tensor}."
+            f"{advice}"
+        )
+    most = positions(model)
+    if sequence and most and sequence > most:
+        raise PlanError(
+            f"{type(model).__name__}: sequence {sequence}, but its config has {most} positions. "
+            f"Give a sequence of at most {most}."
         )
     return _Examples(model, batch, sequence or _longest(model)).all(training)
 

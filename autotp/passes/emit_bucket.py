@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from autotp.analysis import Emitted
+from autotp.core.plan import BUCKET
 from autotp.core.split import Peers, Split
 from autotp.passes.emit_conversion import Target
 
@@ -56,5 +57,4 @@ def _runs(
 def _run(peers: Peers, everyone: Peers, items: list[tuple[torch.Tensor, Fraction]]) -> Emitted:
     metas, shares = tuple(m for m, _ in items), tuple(share for _, share in items)
     count = 0 if peers == everyone else peers.count
-    where = "bucket of replicated parameters"
-    return Emitted("all_reduce", "backward", where, metas, shares, count, peers.stride)
+    return Emitted("all_reduce", "backward", BUCKET, metas, shares, count, peers.stride)

@@ -38,6 +38,7 @@ from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site
 from autotp.passes.emit_bucket import share_gradients
 from autotp.passes.emit_conversion import Target, conversion
+from autotp.passes.rewrite_causes import Causes
 
 __all__ = ["Rewritten", "Target", "rewrite"]
 
@@ -74,6 +75,7 @@ class _Writer:
     def __init__(self, analysis: Analysis, decision: Decision, target: Target) -> None:
         self.analysis, self.forest = analysis, analysis.forest
         self.decision, self.target = decision, target
+        self.causes = Causes(analysis, decision)
         self.graph = fx.Graph()
         self.result = Rewritten(self.graph)
         self.noted: list[tuple[fx.Node | None, Emitted]] = []
@@ -181,7 +183,8 @@ class _Writer:
         new = self._form(use, strategy, args, kwargs)
         self._mark(before, use.node)
         self.plain[use.node] = new
-        if (use.node, 0) in self.analysis.metas and not _has_items(use.node):
+        has_items = not isinstance(use.node.meta.get("val"), torch.Tensor)
+        if (use.node, 0) in self.analysis.metas and not has_items:
             self._record((use.node, 0), strategy.results[0], new)
             self.made[(use.node, 0)] = strategy.results[0]
         else:
@@ -292,18 +295,18 @@ class _Writer:
         self._mark(before, value[0] if change.forward in COLLECTIVES else reader)
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
-        where = _where(value[0] if change.forward in COLLECTIVES else reader)
+        where = self.causes.where(value[0] if change.forward in COLLECTIVES else reader)
         shares = (
             self.forest.padding(
                 Partition.of((source if source.is_split else target).axis), self.target.tp
             ),
         )
         if change.forward in COLLECTIVES:
-            kind = COLLECTIVES[change.forward]
-            self.noted.append((None, Emitted(kind, "forward", where, meta, shares)))
+            kind, axes = COLLECTIVES[change.forward], self.causes.forward(value, source, target)
+            self.noted.append((None, Emitted(kind, "forward", where, meta, shares, axes=axes)))
         if self.target.training and change.backward in COLLECTIVES:
-            kind = COLLECTIVES[change.backward]
-            self.noted.append((new, Emitted(kind, "backward", where, meta, shares)))
+            kind, axes = COLLECTIVES[change.backward], self.causes.backward(source, target, reader)
+            self.noted.append((new, Emitted(kind, "backward", where, meta, shares, axes=axes)))
 
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
@@ -348,10 +351,6 @@ class _Writer:
         return whole // prod(e.size for e in cuts) * prod(e.part(rank, tp)[1] for e in cuts)
 
 
-def _has_items(node: fx.Node) -> bool:
-    return not isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def _lists(args: tuple[Any, ...]) -> list[Any]:
     return [list(cast("list[Any]", a)) if isinstance(a, list | tuple) else a for a in args]
 
@@ -371,10 +370,3 @@ def _inherit(new: fx.Node, origin: fx.Node) -> None:
     for key in ("nn_module_stack", "stack_trace"):
         if key in origin.meta and key not in new.meta:
             new.meta[key] = origin.meta[key]
-
-
-def _where(node: fx.Node) -> str:
-    """The module path of a node, and its name where the module runs several ops."""
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(list(stack.values()))), "")
-    return path or node.name

@@ -167,6 +167,14 @@ class ShardedModel(Baked):
             "parallelizing it, or each rank's state_dict() under a name of its own."
         )
 
+    def generate(self, *args: object, **kwargs: object) -> NoReturn:
+        """Refuses: the model's own method keeps a cache of keys and values, which no graph has."""
+        raise PlanError(
+            f"{type(self).__name__}: generate() needs a cache of keys and values, which a sharded "
+            "model does not have yet. Loop over whole forwards: append the next word to input_ids "
+            "and call the model again (docs/all-of-autotp.md, 'What is not there yet')."
+        )
+
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses: the model's own method would put whole tables in the place of shards."""
         raise PlanError(

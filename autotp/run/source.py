@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autotp.run.tidy import named_device, tidied, wrapped
 from autotp.run.variant import Variant
 
 __all__ = ["source"]
@@ -18,7 +19,7 @@ __all__ = ["source"]
 _LINE = re.compile(r"^    (?:(?P<name>\w+) = )?(?P<value>.*?)(?:;  (?:\w+ = )+None)?$")
 _INDEX = re.compile(r'getattr\(([\w.\[\]]+), "(\d+)"\)')
 _CALL = re.compile(r"^(self\.[\w.\[\]]+)\((.*)\)$")
-_WORD = re.compile(r"(?<![\w.])\w+")
+_WORD = re.compile(r"(?<![\w.])\w+(?![\w=])")  # no name of an argument
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 _IMPORTS = {
     "device": "from torch import device",
@@ -42,8 +43,9 @@ def source(variant: Variant) -> str:
     for name, paths in layers.used_by.items():
         body = _Text(name, layers.graphs[name], sizes, {}).text("")
         texts.append(f"# {_listed(paths)}\n{body}")
-    head = "\n".join([f"# {variant.key}", "#", *sizes.legend(), "", *_imports(variant, texts)])
-    return "\n\n\n".join([head, *texts]) + "\n"
+    body, device = named_device("\n\n\n".join(texts))
+    head = [f"# {variant.key}", "#", *sizes.legend(), "", *_imports(variant, body)]
+    return "\n".join([*head, *(["", device] if device else []), "", "", body]) + "\n"
 
 
 class _Layers:
@@ -116,7 +118,7 @@ class _Text:
         place = ""
         for name, value in map(_parts, body):
             node = nodes.get(name)
-            value = _with_attributes(_INDEX.sub(r"\1[\2]", value), attributes)
+            value = tidied(_with_attributes(_INDEX.sub(r"\1[\2]", value), attributes))
             if node is not None and node.op == "get_attr":
                 attributes[name] = value
                 continue
@@ -138,8 +140,7 @@ class _Text:
             return f"    {value}" + (f"  # {results}" if results else "")
         if node.op == "call_module":
             value = _CALL.sub(rf"{self.calls[str(node.target)]}(\1, \2)", value)
-        shape = self.sizes.shape(node)
-        return f"    {node.name} = {value}" + (f"  # {shape}" if shape else "")
+        return wrapped(node.name, value, self.sizes.shape(node))
 
     def _place(self, node: fx.Node) -> str:
         """The module to which the node belongs: in a layer, the layer's child."""
@@ -185,14 +186,14 @@ def _listed(paths: list[str]) -> str:
     return f"{shown} ({len(paths)} layers)"
 
 
-def _imports(variant: Variant, texts: list[str]) -> Iterator[str]:
+def _imports(variant: Variant, text: str) -> Iterator[str]:
     found: dict[str, object] = {}
     for graph in (variant.outlined.root, *variant.outlined.layers.values()):
         found |= graph.python_code("self").globals
-    words = {word for text in texts for word in _WORD.findall(text)}
+    words = set(_WORD.findall(text))
     yield from (_import(name, found[name]) for name in sorted(words & found.keys() - {"torch"}))
     yield "import torch"
-    if any(_OWN_OPS in text for text in texts):
+    if _OWN_OPS in text:
         yield "import autotp  # defines torch.ops.autotp"
 
 

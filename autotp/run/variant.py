@@ -166,7 +166,8 @@ def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
         else:
             raise CaptureError(
                 f"{model}: the input {name!r} is a {type(leaf).__name__}; a graph takes tensors "
-                "(also in tuples, lists and dicts), numbers, strings and dtypes. Pass one of those."
+                "(also in tuples, lists and dicts), numbers, strings and dtypes, and no cache of "
+                "keys and values yet. Pass one of those; instead of a cache, all words so far."
             )
     return f"{', '.join(sorted(words))} · {'train' if training else 'eval'}"
 

@@ -17,7 +17,8 @@ _WORST = 3
 def render_evidence(evidence: Evidence) -> RenderableType:
     """What rich prints for `evidence`: the verdict, the figures, the first wrong node if any."""
     verdict = "equals the whole model" if evidence.ok else "DIFFERS from the whole model"
-    table = titled_table(f"tp {evidence.tp}: {verdict} ({evidence.dtype})", ["figure", "value"])
+    title = f"tp {evidence.tp}: {verdict} ({evidence.dtype})"
+    table = titled_table(title, ["figure", "value"], first=True)
     for name, value in _figures(evidence):
         table.add_row(Text(name), Text(value))
     table.show_header = False

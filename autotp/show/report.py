@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotp.core import describe
-from autotp.core.plan import Plan
+from autotp.core.plan import BUCKET, Plan
 from autotp.show.distinct import (
     PairRow,
     ParameterRow,
@@ -71,7 +71,10 @@ def _header(plan: Plan) -> RenderableType:
 
 def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     sizes = ", ".join(f"{name} {count_text(size)}" for name, size in plan.sizes.items())
-    yield "inputs", plan.variant + ("" if plan.dynamic else " (sizes fixed by the capture)")
+    yield (
+        "inputs",
+        plan.variant + ("" if plan.dynamic else " (holds for fixed sizes, see Warnings)"),
+    )
     yield "priced for", f"{sizes} on {plan.machine}"
     yield "objective", f"{plan.objective}, {_proof(plan)}"
     yield "every rank", f"holds {share_text(plan.replicated_fraction, 1)} of the parameters whole"
@@ -80,9 +83,12 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
 
 def _proof(plan: Plan) -> str:
     solved = f"{plan.method}, width {plan.width}, {count_text(plan.variables)} variables"
+    # solver: the bucket is one collective for many parameters, so no choice of one has its latency
+    bucket = any(record.where == BUCKET for record in plan.collectives)
+    apart = ", the gradient bucket's latency left out" if bucket else ""
     if plan.gap == 0:
-        return f"proven minimal (exact {solved})"
-    return f"within {share_text(plan.gap, 1)} of the lower bound ({solved})"
+        return f"proven minimal{apart} (exact {solved})"
+    return f"within {share_text(plan.gap, 1)} of the lower bound{apart} ({solved})"
 
 
 def _pairs(plan: Plan) -> RenderableType:

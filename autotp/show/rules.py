@@ -6,19 +6,24 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from autotp.core.rule import Row
+from autotp.show.dotted import Dotted
 from autotp.show.table import titled_table
 
 __all__ = ["render_rules"]
+
+_RULE, _FORM = 22, 8  # columns to be read in; names of ops fold at their dots instead
 
 
 def render_rules(rows: Iterable[Row]) -> RenderableType:
     """What rich prints for `rows`, by op name."""
     ordered = sorted(rows, key=lambda row: row.op)
-    table = titled_table(f"{len(ordered)} ops", ["op", "rule", "joins", "linear in", "local form"])
-    table.columns[0].no_wrap = True  # a name is looked for, so it stays whole
+    names = ["op", "rule", "joins", "linear in", "local form"]
+    table = titled_table(f"{len(ordered)} ops", names, first=True)
+    table.columns[1].min_width, table.columns[-1].min_width = _RULE, _FORM
     for row in ordered:
         rule = str(row.signature) if row.signature else f"by arguments: {row.derive}"
-        table.add_row(*map(Text, (row.op, rule, _joins(row), _linear(row), row.emit)))
+        cells = map(Text, (rule, _joins(row), _linear(row), row.emit))
+        table.add_row(Dotted([row.op]), *cells)
     return table
 
 

@@ -11,10 +11,15 @@ __all__ = ["titled_table"]
 _PLAIN = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 
 
-def titled_table(title: str, columns: Sequence[str], right: Sequence[str] = ()) -> Table:
-    """An empty table under `title`; numbers stand right, and no cell is ever cut off."""
+def titled_table(
+    title: str, columns: Sequence[str], right: Sequence[str] = (), *, first: bool = False
+) -> Table:
+    """An empty table under `title`; numbers stand right, and no cell is ever cut off.
+
+    - `first`: nothing stands above it that an empty line would set it apart from.
+    """
     table = Table(
-        title=Text(f"\n{title}", style="bold"),
+        title=Text(title if first else f"\n{title}", style="bold"),
         title_justify="left",
         box=_PLAIN,
         show_edge=False,

@@ -1,0 +1,37 @@
+"""What an account is made of: what was asked, and what the stages found out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autotp.analysis import Analysis, Decision, Emitted, Matching
+from autotp.core.machine import Machine
+from autotp.core.problem import Solution
+
+__all__ = ["Asked", "Found"]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the plan was asked for."""
+
+    tp: int
+    training: bool
+    variant: str
+    machine: Machine
+    sizes: Mapping[str, int]
+    optimizer: str
+    state_dtype: str | None
+    shard_threshold: float
+    overrides: Mapping[str, str]
+    reduce_dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the stages found out."""
+
+    analysis: Analysis
+    matching: Matching
+    decision: Decision
+    solution: Solution
+    collectives: Sequence[Emitted]

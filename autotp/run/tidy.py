@@ -1,0 +1,52 @@
+"""Generated code as people write it: short lines, nothing spelled out, one name for a device."""
+
+import re
+from textwrap import wrap
+
+__all__ = ["named_device", "tidied", "wrapped"]
+
+_WIDTH = 100
+_INDENT = " " * 4
+_END = str(2**63 - 1)  # how a slice says "to the end", which it does without it too
+_DEVICE = re.compile(r"device\(type='(\w+)'(?:, index=(\d+))?\)")
+_TEXT = re.compile(r"""'[^', ]* |"[^", ]* """)  # a string with a space, where no line may break
+_ALWAYS_THERE = ("cpu", "meta")
+
+
+def tidied(value: str) -> str:
+    """The expression `value` as people write it: `f(x, dim=1)`, slices to the end without one."""
+    value = re.sub(r"\b(\w+) = (?=\S)", r"\1=", value)
+    return re.sub(rf", (?:end=)?{_END}(?=\))", "", value).replace(_END, "None")
+
+
+def wrapped(name: str, value: str, comment: str) -> str:
+    """The line `name = value  # comment`; where it is too long, with the arguments on their own."""
+    start, remark = f"{_INDENT}{name} = ", f"  # {comment}" if comment else ""
+    line = f"{start}{value}{remark}"
+    opening, bracket, rest = value.partition("(")
+    length = len(_DEVICE.sub("DEVICE", line))  # as `named_device` will leave it
+    if length <= _WIDTH or not bracket or not rest.endswith(")") or _TEXT.search(rest):
+        return line
+    inner = wrap(rest[:-1], _WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    parts = [f"{_INDENT * 2}{part}" for part in inner]
+    return "\n".join([f"{start}{opening}(", *parts, f"{_INDENT}){remark}"])
+
+
+def named_device(text: str) -> tuple[str, str]:
+    """`text` with its one device called `DEVICE`, and the line that defines it; else as it is.
+
+    The code runs where it is imported: a device that is not there becomes the CPU.
+    """
+    found = {match.groups() for match in _DEVICE.finditer(text)}
+    if len(found) != 1:
+        return text, ""
+    kind, index = found.pop()
+    return _DEVICE.sub("DEVICE", text), _defined(kind, index)
+
+
+def _defined(kind: str, index: str | None) -> str:
+    """The definition of `DEVICE`, e.g. `DEVICE = torch.device("cpu")`."""
+    name = f'"{kind}:{index}"' if index and kind not in _ALWAYS_THERE else f'"{kind}"'
+    if kind not in _ALWAYS_THERE:
+        name = f'{name} if torch.{kind}.is_available() else "cpu"'
+    return f"DEVICE = torch.device({name})"
