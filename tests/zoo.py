@@ -7,7 +7,6 @@ so, and exported: the denominator of the coverage.
 """
 
 import contextlib
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

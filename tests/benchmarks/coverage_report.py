@@ -10,18 +10,19 @@ Key = tuple[str, str]
 RESULTS = ("ok", "wrong", "error", "not run")
 HEAD = """# Coverage
 
-Which architectures of Transformers autotp cuts, and whether the result is right. Each type is a tiny
-model with random weights: two layers, 8 heads (4 for keys and values where they are grouped), hidden
-64, ffn 128. It is captured once; for each tp it is planned for training, rewritten, and run on all ranks
-beside the whole model in float32: outputs and every parameter's gradient ([how](verification.md)). The
-denominator is the {count} pairs of task and type that can be built and exported at all (`tests/zoo.tsv`).
+Which architectures of Transformers autotp cuts, and whether the result is right. Each type is a
+tiny model with random weights: two layers, 8 heads (4 for keys and values where they are grouped),
+hidden 64, ffn 128. It is captured once; for each tp it is planned for training, rewritten, and run
+on all ranks beside the whole model in float32: outputs and every parameter's gradient
+([how](verification.md)). The denominator is the {count} pairs of task and type that can be built
+and exported at all (`tests/zoo.tsv`).
 
 Generated from a run on commit {commits} by `tests/benchmarks/coverage.py`; do not edit.
 """
 TABLE = """
-**whole** is the share of parameter bytes that every rank holds whole; **error** the largest relative
-difference of an output, and of a gradient; **collectives** is how many a layer has, forward/backward
-(`2/2 ×2`: two layers of two each).
+**whole** is the share of parameter bytes that every rank holds whole; **error** the largest
+relative difference of an output, and of a gradient; **collectives** is how many a layer has,
+forward/backward (`2/2 ×2`: two layers of two each).
 
 | task | type | tp | result | whole | error | collectives |
 |---|---|---|---|---|---|---|"""
