@@ -260,10 +260,55 @@ REDUCTION = {
     **each("nll_loss_nd.default nll_loss.default", call(real(12, 6), words(12, below=6))),
 }
 
+WINDOWS = {
+    **each("max_pool1d.default avg_pool1d.default", call(real(6, 12, 8), [2], [2])),
+    **each("adaptive_avg_pool1d.default", call(real(6, 12, 8), [1]), call(real(12, 8), [2])),
+    **each(
+        "max_pool2d.default avg_pool2d.default max_pool2d_with_indices.default",
+        call(real(6, 12, 4, 4), [2, 2], [2, 2]),
+        call(real(6, 12, 4, 4), [3, 3], [1, 1], [1, 1]),
+    ),
+    **each(
+        "adaptive_avg_pool2d.default _adaptive_avg_pool2d.default",
+        call(real(6, 12, 4, 4), [1, 1]),
+        call(real(6, 12, 4, 4), [2, 2]),
+    ),
+    **each("max_pool3d.default avg_pool3d.default", call(real(6, 12, 2, 2, 2), [2, 2, 2])),
+    **each("adaptive_avg_pool3d.default", call(real(6, 12, 2, 2, 2), [1, 1, 1])),
+    **each("upsample_nearest1d.vec", call(real(6, 12, 4), [8], None)),
+    **each("upsample_linear1d.vec", call(real(6, 12, 4), [8], False, None)),
+    **each("upsample_nearest2d.vec", call(real(6, 12, 2, 2), [4, 4], None)),
+    **each(
+        "upsample_bilinear2d.vec upsample_bicubic2d.vec",
+        call(real(6, 12, 2, 2), [4, 4], False, None),
+        call(real(6, 12, 2, 2), None, True, [2.0, 2.0]),
+    ),
+    **each("upsample_nearest3d.vec", call(real(6, 12, 2, 2, 2), [4, 4, 4], None)),
+    **each("upsample_trilinear3d.vec", call(real(6, 12, 2, 2, 2), [4, 4, 4], False, None)),
+    **each(
+        "batch_norm.default",
+        call(real(6, 12, 4), Y, Y, fixed(12), fixed(12), False, 0.1, 1e-5, False),
+        call(real(6, 12), None, None, fixed(12), fixed(12), False, 0.1, 1e-5, False),
+        call(real(6, 12, 4), Y, None, None, None, True, 0.1, 1e-5, False),
+        call(real(1, 6, 12), None, None, None, None, True, 0.0, 1e-5, False),
+    ),
+    **each(
+        "_native_batch_norm_legit_no_training.default",
+        call(real(6, 12, 4), Y, Y, fixed(12), fixed(12), 0.1, 1e-5),
+    ),
+    **each(
+        "group_norm.default",
+        call(real(6, 12, 4), 1, Y, Y),
+        call(real(6, 12, 4, 2), 6),
+        call(real(6, 12), 3, Y),
+    ),
+}
+
 SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     **POINTWISE,
     **CONTRACTION,
     **ATTENTION,
     **REDUCTION,
     **MOVES,
+    **WINDOWS,
 }
