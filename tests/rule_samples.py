@@ -92,6 +92,7 @@ POINTWISE = {
         "__and__.Tensor __or__.Tensor bitwise_and.Tensor bitwise_or.Tensor", call(FLAGS, flags(12))
     ),
     **each("where.self", call(FLAGS, X, X), call(flags(2, 1), X, Y), call(FLAGS, X, real())),
+    **each("where.Scalar", call(FLAGS, 2.5, -1.0)),
     **each("where.ScalarOther", call(FLAGS, X, 2.5)),
     **each("where.ScalarSelf", call(FLAGS, 2.5, X)),
     **each("masked_fill.Scalar", call(X, FLAGS, 0.0), call(X, flags(2, 1), -7.0)),

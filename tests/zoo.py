@@ -88,6 +88,8 @@ def build(model_type: str, task: str, seed: int = 0) -> tuple[nn.Module, dict[st
     named = CLASSES[task][model_type]
     model_class = getattr(transformers, named if isinstance(named, str) else named[0])
     config = _config(model_type)
+    if not isinstance(config, model_class.config_class):  # a text model of a type with more parts
+        config = config.get_text_config()
     torch.manual_seed(seed)
     with torch.device("meta"):
         count = sum(p.numel() for p in model_class(config).parameters())
@@ -99,15 +101,13 @@ def build(model_type: str, task: str, seed: int = 0) -> tuple[nn.Module, dict[st
 
 
 def _config(model_type: str) -> Any:
-    """The configuration of a type, shrunk; that of its text where the whole one has no words."""
+    """The configuration of a type, shrunk."""
     config_class, special = CONFIG_MAPPING[model_type], SPECIAL.get(model_type, {})
     config = config_class()
     known = {k: v for k, v in SIZES.items() if isinstance(getattr(config, k, None), int)}
     with contextlib.suppress(Exception):  # what is built from sizes, as lists of layers are
         config = config_class(**known | special)
     _shrink(config, special)
-    if not hasattr(config, "vocab_size") and hasattr(config, "get_text_config"):
-        return config.get_text_config()
     return config
 
 

@@ -83,7 +83,9 @@ def _one(path: Path, task: str, kind: str, sizes: list[int], limit: int, *, retr
     process = multiprocessing.get_context("fork").Process(
         target=_measured, args=(path, task, kind, todo)
     )
-    process.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: none runs
+        process.start()
     process.join(limit)
     reason = f"took more than {limit} s"
     if process.is_alive():
