@@ -78,6 +78,41 @@ def test_what_is_done_to_the_inner_values_leaves_the_pair_split(kind: type[MLP])
     assert evidence.ok, evidence.first_divergence
 
 
+class Normed(MLP):
+    """Divides by the root of the mean square over the inner dim, spelled out."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        x = x.relu()
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+class Residual(nn.Module):
+    """Two normed MLPs beside a residual, then a norm and a head: no pair but the MLPs' and it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normed() for _ in range(2))
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(self.scaled(x))
+        return self.head(self.scaled(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+
+
+def test_a_residual_whose_norms_are_sums_is_still_no_pair() -> None:
+    plan, evidence = checked(Residual(), {"x": torch.randn(2, 6, 16)})
+
+    pairs = {(pair.openers, pair.closers) for pair in plan.pairs}
+
+    mlps = {((f"blocks.{k}.up.weight",), (f"blocks.{k}.down.weight",)) for k in range(2)}
+    assert mlps | {(("head.weight",), ())} == pairs
+    assert evidence.ok, evidence.first_divergence
+
+
 class Images(nn.Module):
     """Two convolutions with a batch norm and a pooling between."""
 
