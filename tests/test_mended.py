@@ -153,3 +153,20 @@ def test_one_of_several_results_of_an_op_on_inputs_is_read_as_that_one() -> None
     _, evidence = checked(Sorted(), {"ids": torch.randint(0, 32, (2, 5))})
 
     assert evidence.ok, evidence.first_divergence
+
+
+class Mapped(MLP):
+    """Counts with vmap, as masks are made, and writes in place."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        seen = torch.vmap(lambda i: torch.vmap(lambda j: i >= j)(places))(places)
+        x = x.clone()
+        x[:, 0] = 0
+        return x * seen.sum(-1, keepdim=True)
+
+
+def test_a_value_inside_vmap_is_no_obstacle_to_writing_in_place() -> None:
+    _, evidence = checked(Mapped(), {"x": torch.randn(2, 6, 16)})
+
+    assert evidence.ok, evidence.first_divergence

@@ -163,4 +163,7 @@ def _storage(node: fx.Node) -> int:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return 0
+    functorch = torch._C._functorch  # pyright: ignore[reportPrivateUsage] vmap has no public way
+    while functorch.is_batchedtensor(val):  # a value inside vmap lies in the memory of all its rows
+        val = functorch.get_unwrapped(val)
     return val.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
