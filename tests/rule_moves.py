@@ -169,7 +169,7 @@ MOVES = {
     ),
     **each("unbind.int", call(real(3, 6, 12)), call(real(6, 12, 2), -1)),
     **each(
-        "cat.default",
+        "cat.default concat.default",
         call([real(6, 12), real(6, 12)], 1),
         call([real(6, 12), real(6, 6), real(6, 1)], -1),
         call([real(6, 12), real(12, 12)]),

@@ -99,6 +99,7 @@ POINTWISE = {
     **each("masked_fill.Tensor", call(X, FLAGS, real())),
     **each("lerp.Scalar", call(X, Y, 0.3)),
     **each("lerp.Tensor addcmul.default", call(X, X, X), call(X, Y, X)),
+    **each("clamp.Tensor", call(X, real(12, high=0), POSITIVE), call(X, None, Y)),
     **each("addcdiv.default", call(X, X, POSITIVE)),
     **each("copy.default", call(MANY, FEW), call(MANY, words(12, below=3))),
 }
