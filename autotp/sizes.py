@@ -60,16 +60,16 @@ class Pricing:
 
 
 def _proven(size: torch.SymInt) -> Any:  # noqa: ANN401  sympy has no types
-    """The number that a guard of the capture says a compound size is, or else its expression.
+    """An expression in which what a guard of the capture says is a number is that number.
 
-    Example: `8*s1 // s0` is 8 where a view of the forward needed that.
+    Example: `8*s1 // s0` is 8 where a view of the forward needed that, and twice it is 16.
     """
     expression = size.node.expr
     if not expression.is_Symbol:
         for guard in size.node.shape_env.guards:
             told = guard.expr
-            if told.is_Relational and told.rel_op == "==" and told.lhs == expression:
-                return told.rhs if told.rhs.is_Integer else expression
+            if told.is_Relational and told.rel_op == "==" and told.rhs.is_Integer:
+                expression = expression.xreplace({told.lhs: told.rhs})
     return expression
 
 

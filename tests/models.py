@@ -91,7 +91,7 @@ def randomize(model: nn.Module, seed: int) -> None:
     """Fills every parameter: deviation 0.1, around 1 for vectors of mean above 0.5 (norms)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in filter(torch.is_floating_point, model.parameters()):
             centre = 1.0 if parameter.dim() == 1 and parameter.mean() > 0.5 else 0.0
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1 + centre)
 

@@ -88,6 +88,29 @@ MOVES = {
         call(real(6, 24), real(6, 6), -1, 6, 12),
         call(real(12, 6), real(6, 6), 0, 6, 9223372036854775807),
         call(real(6, 24), real(6, 12), 1, 0, 24, 2),
+        call(real(6, 5), real(6, 3), 1, 0, 6, 2),
+    ),
+    **each(
+        "reshape_as.default",
+        call(real(2, 72), real(2, 6, 12)),
+        call(real(6, 12), real(6, 12)),
+        call(real(12, 6), real(6, 12)),
+        call(real(2, 6, 12), real(12, 12)),
+    ),
+    **each(
+        "pad.default",
+        call(real(6, 12, 4), [1, 2]),
+        call(real(6, 12, 4), [0, 0, 0, 0, 1, 0]),
+        call(real(6, 12, 4), [1, 1], "constant", 2.0),
+        call(real(6, 12, 4), [1, 2], "reflect"),
+        call(real(6, 12, 4), [-1, 0]),
+    ),
+    **each("constant_pad_nd.default", call(real(6, 12, 4), [1, 2]), call(X, [0, 0, 1, 1], 3.0)),
+    **each(
+        "select_scatter.default",
+        call(real(6, 3, 12), real(6, 12), 1, 2),
+        call(real(3, 6, 12), real(6, 12), 0, -1),
+        call(real(6, 12, 3), real(6, 12), -1, 0),
     ),
     **each("view_as_complex.default", call(real(6, 3, 12, 2))),
     **each(
@@ -146,7 +169,7 @@ MOVES = {
     ),
     **each("unbind.int", call(real(3, 6, 12)), call(real(6, 12, 2), -1)),
     **each(
-        "cat.default",
+        "cat.default concat.default",
         call([real(6, 12), real(6, 12)], 1),
         call([real(6, 12), real(6, 6), real(6, 1)], -1),
         call([real(6, 12), real(12, 12)]),

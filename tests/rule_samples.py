@@ -92,12 +92,14 @@ POINTWISE = {
         "__and__.Tensor __or__.Tensor bitwise_and.Tensor bitwise_or.Tensor", call(FLAGS, flags(12))
     ),
     **each("where.self", call(FLAGS, X, X), call(flags(2, 1), X, Y), call(FLAGS, X, real())),
+    **each("where.Scalar", call(FLAGS, 2.5, -1.0)),
     **each("where.ScalarOther", call(FLAGS, X, 2.5)),
     **each("where.ScalarSelf", call(FLAGS, 2.5, X)),
     **each("masked_fill.Scalar", call(X, FLAGS, 0.0), call(X, flags(2, 1), -7.0)),
     **each("masked_fill.Tensor", call(X, FLAGS, real())),
     **each("lerp.Scalar", call(X, Y, 0.3)),
     **each("lerp.Tensor addcmul.default", call(X, X, X), call(X, Y, X)),
+    **each("clamp.Tensor", call(X, real(12, high=0), POSITIVE), call(X, None, Y)),
     **each("addcdiv.default", call(X, X, POSITIVE)),
     **each("copy.default", call(MANY, FEW), call(MANY, words(12, below=3))),
 }
@@ -260,10 +262,55 @@ REDUCTION = {
     **each("nll_loss_nd.default nll_loss.default", call(real(12, 6), words(12, below=6))),
 }
 
+WINDOWS = {
+    **each("max_pool1d.default avg_pool1d.default", call(real(6, 12, 8), [2], [2])),
+    **each("adaptive_avg_pool1d.default", call(real(6, 12, 8), [1]), call(real(12, 8), [2])),
+    **each(
+        "max_pool2d.default avg_pool2d.default max_pool2d_with_indices.default",
+        call(real(6, 12, 4, 4), [2, 2], [2, 2]),
+        call(real(6, 12, 4, 4), [3, 3], [1, 1], [1, 1]),
+    ),
+    **each(
+        "adaptive_avg_pool2d.default _adaptive_avg_pool2d.default",
+        call(real(6, 12, 4, 4), [1, 1]),
+        call(real(6, 12, 4, 4), [2, 2]),
+    ),
+    **each("max_pool3d.default avg_pool3d.default", call(real(6, 12, 2, 2, 2), [2, 2, 2])),
+    **each("adaptive_avg_pool3d.default", call(real(6, 12, 2, 2, 2), [1, 1, 1])),
+    **each("upsample_nearest1d.vec", call(real(6, 12, 4), [8], None)),
+    **each("upsample_linear1d.vec", call(real(6, 12, 4), [8], False, None)),
+    **each("upsample_nearest2d.vec", call(real(6, 12, 2, 2), [4, 4], None)),
+    **each(
+        "upsample_bilinear2d.vec upsample_bicubic2d.vec",
+        call(real(6, 12, 2, 2), [4, 4], False, None),
+        call(real(6, 12, 2, 2), None, True, [2.0, 2.0]),
+    ),
+    **each("upsample_nearest3d.vec", call(real(6, 12, 2, 2, 2), [4, 4, 4], None)),
+    **each("upsample_trilinear3d.vec", call(real(6, 12, 2, 2, 2), [4, 4, 4], False, None)),
+    **each(
+        "batch_norm.default",
+        call(real(6, 12, 4), Y, Y, fixed(12), fixed(12), False, 0.1, 1e-5, False),
+        call(real(6, 12), None, None, fixed(12), fixed(12), False, 0.1, 1e-5, False),
+        call(real(6, 12, 4), Y, None, None, None, True, 0.1, 1e-5, False),
+        call(real(1, 6, 12), None, None, None, None, True, 0.0, 1e-5, False),
+    ),
+    **each(
+        "_native_batch_norm_legit_no_training.default",
+        call(real(6, 12, 4), Y, Y, fixed(12), fixed(12), 0.1, 1e-5),
+    ),
+    **each(
+        "group_norm.default",
+        call(real(6, 12, 4), 1, Y, Y),
+        call(real(6, 12, 4, 2), 6),
+        call(real(6, 12), 3, Y),
+    ),
+}
+
 SAMPLES: Mapping[str, tuple[Sample, ...]] = {
     **POINTWISE,
     **CONTRACTION,
     **ATTENTION,
     **REDUCTION,
     **MOVES,
+    **WINDOWS,
 }

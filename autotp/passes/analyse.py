@@ -69,7 +69,7 @@ class _Reader:
     def visit(self, node: fx.Node) -> None:
         """Record one node."""
         if node.op == "placeholder" or (
-            _is_tensor(node) and any(n in self.from_input for n in node.all_input_nodes)
+            results_of(node) and any(n in self.from_input for n in node.all_input_nodes)
         ):
             self.from_input.add(node)
         if node.op == "get_attr" and node.target in self.parameters:
@@ -119,6 +119,7 @@ class _Reader:
         value = source_of(node)
         dims = self.analysis.dims.get(value)
         if dims is None:
+            value = (node, 0)  # what no parameter reaches is copied node by node
             sizes = self.sizes.of(cast(torch.Tensor, node.meta["val"]))
             data = (
                 self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()

@@ -17,6 +17,7 @@ from autotp.passes.derive_piece import (
     divide,
     halves,
     place,
+    put,
     select,
     stack,
     take,
@@ -24,6 +25,7 @@ from autotp.passes.derive_piece import (
 )
 from autotp.passes.derive_product import attention, convolution, einsum, product
 from autotp.passes.derive_shape import expand, pair, permute, repeat, repeat_each, unpair, view
+from autotp.passes.derive_window import channels, padded, windows
 
 __all__ = ["RULES", "Call", "apply"]
 
@@ -52,6 +54,7 @@ def _fits(call: Call, rule: NodeRule) -> bool:
 RULES: Mapping[str, Builder] = {
     "along": along,
     "attention": attention,
+    "channels": channels,
     "concatenate": concatenate,
     "constant": constant,
     "convolution": convolution,
@@ -62,10 +65,12 @@ RULES: Mapping[str, Builder] = {
     "index": index,
     "like": like,
     "lookup": lookup,
+    "padded": padded,
     "pair": pair,
     "permute": permute,
     "place": place,
     "product": product,
+    "put": put,
     "repeat": repeat,
     "repeat_each": repeat_each,
     "select": select,
@@ -76,4 +81,5 @@ RULES: Mapping[str, Builder] = {
     "unpair": unpair,
     "view": view,
     "whole": whole,
+    "windows": windows,
 }

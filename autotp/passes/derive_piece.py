@@ -8,7 +8,7 @@ from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
 from autotp.core.size import Size
 from autotp.passes.derive_call import Call, moved
 
-__all__ = ["concatenate", "divide", "halves", "place", "select", "stack", "take", "unbind"]
+__all__ = ["concatenate", "divide", "halves", "place", "put", "select", "stack", "take", "unbind"]
 
 
 def _others(
@@ -65,27 +65,48 @@ def _piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, ...],
 
 
 def place(call: Call) -> NodeRule | None:
-    """A piece of one dim is overwritten: the dim passes, and the written tensor has the piece."""
+    """A piece of one dim is overwritten: the dim passes, and the written tensor has the piece.
+
+    The dim is whole where the piece is no segment of it (a step, a size that is not static).
+    """
     dims, written = call.operands
     at = call.axis(call.arguments["dim"], len(dims))
     bounds = _bounds(call, call.forest.size(dims[at]).static)
-    if bounds is None or bounds[2] != 1:
-        return None
-    found = _piece(call, dims[at], *bounds[:2])
+    known = bounds is not None and bounds[2] == 1
+    found = _piece(call, dims[at], *bounds[:2]) if bounds is not None and known else None
     if found is None or not call.forest.unify(found[1], written[at]):
-        return None
-    factors: list[Factor] = []
-    for i, dim in enumerate(dims):
-        same = i == at or (
-            call.forest.size(dim) == call.forest.size(written[i])
-            and call.forest.unify(dim, written[i])
-        )
-        if dim:
-            kind: FactorKind = "pass" if same else "whole"
-            factors.append(Factor(kind, dim, ((0, i), (1, i), (~0, i))))
+        whole = [((0, at), dims[at]), ((1, at), written[at])]
+        return _overwritten(call, whole, {i: i for i in range(len(dims)) if i != at})
+    rule = _overwritten(call, [], {i: i for i in range(len(dims)) if i != at})
+    passing = Factor("pass", dims[at], ((0, at), (1, at), (~0, at)))
     extra = {"before": found[0], "piece": (found[1],)}
-    linear = (frozenset({0, 1}),)
-    return NodeRule(tuple(factors), (dims,), linear=linear, emit="slice", extra=extra)
+    return replace(rule, factors=(*rule.factors, passing), emit="slice", extra=extra)
+
+
+def put(call: Call) -> NodeRule | None:
+    """One index of one dim is overwritten: that dim is whole, and the written tensor lacks it."""
+    dims = call.operands[0]
+    at = call.axis(call.arguments["dim"], len(dims))
+    places = {i: i - (i > at) for i in range(len(dims)) if i != at}
+    return _overwritten(call, [((0, at), dims[at])], places)
+
+
+def _overwritten(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, int]) -> NodeRule:
+    """`whole` dims, and dims of the first operand that stand at `places` of the written one."""
+    dims, written = call.operands
+    factors = [
+        Factor("whole", dim, (slot, (~0, slot[1])) if slot[0] == 0 else (slot,))
+        for slot, dim in whole
+        if dim
+    ]
+    for i, j in places.items():
+        same = call.forest.size(dims[i]) == call.forest.size(written[j]) and call.forest.unify(
+            dims[i], written[j]
+        )
+        if dims[i]:
+            kind: FactorKind = "pass" if same else "whole"
+            factors.append(Factor(kind, dims[i], ((0, i), (1, j), (~0, i))))
+    return NodeRule(tuple(factors), (dims,), linear=(frozenset({0, 1}),))
 
 
 def _strided(call: Call, at: int, begin: int, end: int, step: int, total: int) -> NodeRule | None:

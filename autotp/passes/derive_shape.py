@@ -32,7 +32,10 @@ def permute(call: Call) -> NodeRule | None:
 
 
 def view(call: Call) -> NodeRule | None:
-    """Dims are regrouped: aligned from the major end, then the minor end; the rest is whole."""
+    """Dims are regrouped: aligned from the major end, then the minor end; the rest is whole.
+
+    A second operand has the result's sizes, so it is cut where the result is.
+    """
     aligned = _Alignment(call)
     return aligned.rule()
 
@@ -55,7 +58,7 @@ class _Alignment:
         last = len(self.sizes) - 1
         while last >= first and self._match(last, major=False):
             last -= 1
-        factors = [Factor("pass", (a,), ((0, i), (~0, j))) for a, i, j in self.pieces]
+        factors: list[Factor] = []
         for j in range(first, last + 1):
             dim = self.forest.dim(self.sizes[j], data=any(a.data for a, _ in self.left))
             self.results[j] = dim
@@ -63,9 +66,24 @@ class _Alignment:
                 factors.append(Factor("whole", dim, ((~0, j),)))
         factors += [Factor("whole", (a,), ((0, i),)) for a, i in self.left]
         results = tuple(r if r is not None else () for r in self.results)
+        factors = [*self._passing(results), *factors]
         return NodeRule(
             tuple(factors), (results,), linear=(frozenset({0}),), emit=self.call.row.emit
         )
+
+    def _passing(self, results: tuple[Dim, ...]) -> list[Factor]:
+        """A factor a piece, with its place in the operand that has the result's sizes."""
+        if len(self.call.operands) == 1:
+            return [Factor("pass", (a,), ((0, i), (~0, j))) for a, i, j in self.pieces]
+        shape = self.call.operands[1]
+        aligned = {j for _, _, j in self.pieces}
+        agreed = {j for j in aligned if self.forest.unify(results[j], shape[j])}
+        factors = [
+            Factor("pass" if j in agreed else "whole", (a,), ((0, i), (1, j), (~0, j)))
+            for a, i, j in self.pieces
+        ]
+        rest = [j for j in range(len(shape)) if j not in agreed and shape[j]]
+        return factors + [Factor("whole", shape[j], ((1, j),)) for j in rest]
 
     def _match(self, j: int, *, major: bool) -> bool:
         """Whether result dim `j` could be built of the operand's next atoms; undone if not."""

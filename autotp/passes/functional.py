@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import FunctionSchema
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch._ops import OpOverload
 
 __all__ = ["functionalise"]
@@ -163,4 +164,6 @@ def _storage(node: fx.Node) -> int:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return 0
+    while is_batchedtensor(val):  # a value inside vmap lies in the memory of all its rows
+        val = get_unwrapped(val)
     return val.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -7,6 +7,10 @@ gate, up → down. The residual's hidden axis meets norms, so it is no pair. A w
 pairable axis opens its pair even if a norm stands in its own way (queries normed over all heads).
 An axis that cleanly reaches an output, or a loss over classes, and a table looked up by an integer
 input, is a vocabulary.
+
+Parameters that are in no pair then are looked at once more, less strictly: a sum over the axis may
+be on its way (a norm spelled out, between heads and their output), which costs collectives, but
+not memory. The residual's axis is none of these: it ends in a head, or an output.
 """
 
 from collections import defaultdict
@@ -39,18 +43,28 @@ class _Reach:
 
 def match(analysis: Analysis, rulebook: Rulebook) -> Matching:
     """The pairs of an analysed program, with roles from the rulebook."""
-    finder = _Finder(analysis, rulebook)
-    finder.open_all()
-    return finder.matching()
+    found = _Finder(analysis, rulebook).matching()
+    rest = frozenset(analysis.parameters) - set(found.home)
+    summed = _Finder(analysis, rulebook, rest).matching() if len(rest) > 1 else Matching()
+    found.pairs += summed.pairs
+    found.home |= summed.home
+    found.pair_of |= summed.pair_of
+    return found
 
 
 VOCABULARY = Role("vocabulary", frozenset(), "vocabulary")
 
 
 class _Finder:
-    """Openers, closers and families of one program."""
+    """Openers, closers and families of one program.
 
-    def __init__(self, analysis: Analysis, rulebook: Rulebook) -> None:
+    `rest`: if given, pairs of these parameters alone, whose axis may be summed on its way.
+    """
+
+    def __init__(
+        self, analysis: Analysis, rulebook: Rulebook, rest: frozenset[str] | None = None
+    ) -> None:
+        self.rest = rest
         self.analysis, self.forest, self.rulebook = analysis, analysis.forest, rulebook
         self.consumers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
         for use in analysis.uses.values():
@@ -78,6 +92,8 @@ class _Finder:
 
     def _weight(self, use: Use, k: int) -> None:
         names = self._parameters(use.operands[k].value)
+        if self.rest is not None and not self.rest.issuperset(names):
+            return
         if _is_lookup(use, k) and self._by_input(use):
             for atom in self._table_axes(use, k):
                 _extend(self.vocabulary[atom], names)
@@ -88,6 +104,8 @@ class _Finder:
 
     def _open(self, use: Use, atom: Atom, names: tuple[str, ...]) -> None:
         reach = self.reach((use.node, 0), atom)
+        if self.rest is not None and (reach.output or not reach.closers <= self.rest):
+            return
         if not reach.clean:
             _extend(self.followers[atom], names)
             return
@@ -164,7 +182,7 @@ class _Finder:
         if any(f.kind == "reduce" for f in touched):
             closers = self._closers(use, k)
             reach.closers |= closers
-            reach.clean &= bool(closers)
+            reach.clean &= bool(closers) or self.rest is not None
             return ()
         if use.rule.loss and any(f.kind == "whole" for f in touched):
             reach.output = True
@@ -231,6 +249,7 @@ class _Finder:
 
     def matching(self) -> Matching:
         """Pairs by family, the vocabulary first, and each parameter's home."""
+        self.open_all()
         out = Matching()
         for atom, names in self.vocabulary.items():
             out.pairs.append(

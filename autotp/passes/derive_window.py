@@ -1,0 +1,90 @@
+"""Rules of ops over positions: windows, resizing, padding, and statistics a channel."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+from autotp.core.axis import Dim
+from autotp.core.notation import parse
+from autotp.core.rule import Factor, NodeRule
+from autotp.passes.derive_call import Call, notation, renumbered
+
+__all__ = ["channels", "padded", "windows"]
+
+
+def windows(call: Call) -> NodeRule | None:
+    """Windows over the last dims (pooling, resizing): those are whole and new, the others pass.
+
+    Options: `dims` = how many they are.
+    """
+    rank, count = len(call.operands[0]), cast(int, call.row.options["dims"])
+    linear = renumbered(call, call.row.linear)
+    return _resized(call, range(rank - count, rank), linear)
+
+
+def padded(call: Call) -> NodeRule | None:
+    """Dims that grow by what `pad` says, two numbers a dim from the last on, are whole and new.
+
+    Zeros, and copies of elements, are linear in the operand; another constant is not.
+    """
+    pad = cast("Sequence[Any]", call.arguments["pad"])
+    rank = len(call.operands[0])
+    grown = {
+        rank - 1 - k // 2 for k, count in enumerate(pad) if not (type(count) is int and count == 0)
+    }
+    constant = call.arguments.get("mode", "constant") == "constant"
+    linear = not constant or call.arguments.get("value") in (None, 0)
+    return _resized(call, grown, (frozenset({0}),) if linear else ())
+
+
+def _resized(
+    call: Call, chosen: Iterable[int], linear: tuple[frozenset[int], ...]
+) -> NodeRule | None:
+    """Dims `chosen` are whole and of new sizes in the results; every other dim passes."""
+    dims, count, new = call.operands[0], len(call.sizes), set(chosen)
+    if any(len(sizes) != len(dims) for sizes in call.sizes):
+        return None
+    results: list[list[Dim]] = [[] for _ in range(count)]
+    factors: list[Factor] = []
+    for i, dim in enumerate(dims):
+        own = [call.fresh(k, i, data=True) if i in new else dim for k in range(count)]
+        for result, one in zip(results, own, strict=True):
+            result.append(one)
+        if i in new:
+            places = [((0, i), dim), *(((~k, i), one) for k, one in enumerate(own))]
+            factors += [Factor("whole", one, (slot,)) for slot, one in places if one]
+        elif dim:
+            factors.append(Factor("pass", dim, ((0, i), *((~k, i) for k in range(count)))))
+    return NodeRule(tuple(factors), tuple(map(tuple, results)), linear=linear)
+
+
+def channels(call: Call) -> NodeRule | None:
+    """Each channel (dim 1) by numbers of its own; dims over which statistics are taken are whole.
+
+    Options: `training` = the argument that says whether they are taken over all but the channels;
+    `groups` = True if they are over groups of channels and all positions.
+    Further results, which are statistics or empty, are whole.
+    """
+    options, rank = call.row.options, len(call.operands[0])
+    rest = [f"s{k}" for k in range(rank - 2)]
+    whole: list[str] = []
+    if options.get("groups"):
+        whole = ["c", *rest]
+    elif call.arguments.get(str(options.get("training", ""))):
+        whole = ["b", *rest]
+    shape = " ".join(["b", "c", *rest])
+    numbers = ", ".join(["c"] * (len(call.positions) - 1))
+    row = replace(call.row, whole=frozenset(whole))
+    rule = notation(replace(call, row=row), parse(f"{shape}, {numbers} -> {shape}"))
+    if rule is None:
+        return None
+    further = [
+        tuple(call.fresh(k, i) for i in range(len(call.sizes[k])))
+        for k in range(1, len(call.sizes))
+    ]
+    factors = [
+        Factor("whole", dim, ((~k, i),))
+        for k, dims in enumerate(further, 1)
+        for i, dim in enumerate(dims)
+    ]
+    return replace(rule, factors=(*rule.factors, *factors), results=(*rule.results, *further))

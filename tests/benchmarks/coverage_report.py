@@ -1,0 +1,94 @@
+"""docs/coverage.md, from the lines that the coverage run wrote."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+Key = tuple[str, str]
+
+RESULTS = ("ok", "wrong", "error", "not run")
+HEAD = """# Coverage
+
+Which architectures of Transformers autotp cuts, and whether the result is right. Each type is a
+tiny model with random weights: two layers, 8 heads (4 for keys and values where they are grouped),
+hidden 64, ffn 128. It is captured once; for each tp it is planned for training, rewritten, and run
+on all ranks beside the whole model in float32: outputs and every parameter's gradient
+([how](verification.md)). The denominator is the {count} pairs of task and type that can be built
+and exported at all (`tests/zoo.tsv`).
+
+Generated from a run on commit {commits} by `tests/benchmarks/coverage.py`; do not edit.
+"""
+TABLE = """
+**whole** is the share of parameter bytes that every rank holds whole; **error** the largest
+relative difference of an output, and of a gradient; **collectives** is how many a layer has,
+forward/backward (`2/2 ×2`: two layers of two each).
+
+| task | type | tp | result | whole | error | collectives |
+|---|---|---|---|---|---|---|"""
+
+
+def report(rows: Iterable[Row], wanted: list[Key]) -> str:
+    """The page."""
+    known = sorted(rows, key=lambda row: (*_order(row, wanted), row["tp"]))
+    commits = ", ".join(dict.fromkeys(f"`{row['commit']}`" for row in known)) or "none"
+    parts = [HEAD.format(count=len(wanted), commits=commits), *_summary(known, wanted)]
+    parts += [*_failures(known), *_unruled(known), "\n## All types", TABLE]
+    return "\n".join([*parts, *map(_line, known)])
+
+
+def _order(row: Row, wanted: list[Key]) -> tuple[int, str]:
+    key = (row["task"], row["type"])
+    return (wanted.index(key) if key in wanted else len(wanted), row["type"])
+
+
+def _summary(rows: list[Row], wanted: list[Key]) -> list[str]:
+    """How many types ended how, by task and tp."""
+    lines = ["| task | tp | types | " + " | ".join(RESULTS) + " | whole > 10 % |"]
+    lines += ["|---|---|---|" + "---|" * (len(RESULTS) + 1)]
+    tasks = Counter(task for task, _ in wanted)
+    for task, types in [*tasks.items(), ("all", len(wanted))]:
+        for tp in sorted({row["tp"] for row in rows}):
+            mine = [r for r in rows if r["tp"] == tp and task in (r["task"], "all")]
+            counts = Counter(row["result"] for row in mine)
+            counts["not run"] = types - len(mine)
+            large = sum(row.get("whole", 0) > 0.1 for row in mine)
+            figures = " | ".join(str(counts[result]) for result in RESULTS)
+            lines.append(f"| {task} | {tp} | {types} | {figures} | {large} |")
+    return lines
+
+
+def _failures(rows: list[Row]) -> list[str]:
+    """What is wrong or fails, with the reason; types that fail alike together."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["result"] != "ok":
+            stage = f", {row['stage']}" if row.get("stage") else ""
+            text = f"**{row['result']}{stage}**: {_cell(row['reason'])}"
+            found[text].append(f"{row['type']} ({row['task']}, tp {row['tp']})")
+    lines = [f"- {', '.join(who)}: {text}" for text, who in found.items()]
+    return ["\n## What fails\n", *(lines or ["Nothing."])]
+
+
+def _unruled(rows: list[Row]) -> list[str]:
+    """The ops without a rule, and the types that have them."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        for op in row.get("unruled", ()):
+            found[op].add(row["type"])
+    lines = [f"- `{op}`: {', '.join(sorted(found[op]))}" for op in sorted(found)]
+    return ["\n## Ops without a rule\n", "They act whole.\n", *(lines or ["None."])]
+
+
+def _line(row: Row) -> str:
+    head = f"| {row['task']} | {row['type']} | {row['tp']} | {row['result']} |"
+    if "whole" not in row:
+        return f"{head} | | |"
+    layers = ", ".join(f"{kind} ×{count}" for kind, count in row["layers"].items())
+    errors = f"{row['output_error']:.0e}, {row['gradient_error']:.0e}"
+    return f"{head} {row['whole']:.1%} | {errors} | {layers} |"
+
+
+def _cell(text: str) -> str:
+    """`text` in one line that Markdown leaves alone."""
+    return " ".join(text.split()).replace("|", "/").replace("<", "&lt;").replace("*", "\\*")
