@@ -225,7 +225,7 @@ class _Work:
             machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
         )
         self.whole = whole_of(model)
-        self.program = capture(model, self.inputs)
+        self.program = capture(model, self.inputs, gradients=self.training)
         names = list(self.whole.parameters)
         self.analysis = analyse(self.program, names, self.rules, strict=options.strict)
         self.matching = match(self.analysis, self.rules)
