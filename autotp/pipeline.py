@@ -51,7 +51,7 @@ from autotp.run.blocks import take
 from autotp.run.group import Group, agree, exists, resolve
 from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree
-from autotp.run.variant import Signature, key_of
+from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing
 from autotp.whole import skeleton, whole_of
 
@@ -218,7 +218,7 @@ class _Work:
         given = inputs if inputs is not None else options.example_inputs
         if given is None:
             given = example_inputs(model, self.training)
-        self.inputs = Signature.of(type(model)).spelled(given)
+        self.inputs = Signature.of(model).spelled(given)
         self.rules = rulebook.load()
         machine = options.machine
         self.machine = (
@@ -289,6 +289,7 @@ class _Work:
             device=device,
             make_variant=self._maker(where, made.plan, device),
             imagined=where.size > 1 and not exists(where.name),
+            baked=self.program.baked,
         )
         tree.add_variant(
             self._key(), self.program, made.layers(named or device, where.rank), made.plan
@@ -315,7 +316,9 @@ class _Work:
         options = replace(self.options, plan=first, training=first.training)
 
         def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
-            bare.train(sharded.training)
+            modes = {path: module.training for path, module in sharded.named_modules()}
+            for path, module in bare.named_modules():
+                module.training = modes.get(path, sharded.training)
             work = _Work(bare, options, _valueless(inputs, _device(bare)))
             made = work.made(where.size, where.name)
             sharded.add_variant(
@@ -325,8 +328,8 @@ class _Work:
         return make
 
     def _key(self) -> str:
-        inputs = Signature.of(type(self.model)).bind((), self.inputs)
-        return key_of(type(self.model).__name__, inputs, self.model.training)
+        inputs = Signature.of(self.model).bind((), self.inputs)
+        return key_of(type(self.model).__name__, inputs, mode_of(self.model))
 
     def _asked(self, tp: int) -> Asked:
         options = self.options

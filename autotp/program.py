@@ -49,6 +49,7 @@ class Program:
       never split over the group, even where the capture had to fix them.
     - `dynamic`: False when the sequence had to be fixed; `reason` says why.
     - `training`: the model's mode (dropout) when captured.
+    - `baked`: the numbers of the model's forward hooks whose work is in the graph.
     """
 
     graph: fx.Graph
@@ -63,6 +64,7 @@ class Program:
     dynamic: bool
     reason: str
     training: bool
+    baked: frozenset[int] = frozenset()
 
 
 def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:

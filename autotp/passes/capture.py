@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from autotp.errors import CaptureError
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
 from autotp.passes.capture_functions import own_backward_refused, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
+from autotp.passes.capture_hooks import backward_hooks_refused, baked_hooks
 from autotp.passes.capture_inputs import (
     Axes,
     accepted,
@@ -67,6 +68,8 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
       until `retarget`.
     - The model is left as it was.
     """
+    if gradients:
+        backward_hooks_refused(model)
     given = accepted(model, inputs)
     axes = data_axes(model, given)
     call = _Call(model, given, gradients)
@@ -89,19 +92,23 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         dynamic=not export.reason or "sequence" in export.free,
         reason=export.reason,
         training=model.training,
+        baked=export.baked,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """What torch.export gave, what it takes for granted, the kinds of axes left free, and why not
-    more were.
+    """What torch.export gave.
+
+    - `guards`: what it takes for granted; `baked`: the hooks that are in it.
+    - `free`: the kinds of axes left free; `reason`: why not more were.
     """
 
     program: ExportedProgram
     guards: tuple[Guard, ...]
+    baked: frozenset[int]
     free: frozenset[str]
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +125,18 @@ class _Call:
         return [n for n, of in leaves.items() if any(isinstance(v, torch.Tensor) for v in of)]
 
     @contextmanager
-    def watched(self) -> Generator[list[Branch]]:
-        """What an export needs around it; the conditions by which the model's code branches."""
-        own_backward = own_backward_refused(type(self.model).__name__, gradients=self.gradients)
-        with self.by_keyword(), _quiet(), torch.enable_grad(), own_backward, branches() as found:
-            yield found
+    def watched(self) -> Generator[tuple[list[Branch], set[int]]]:
+        """What an export needs around it; by what the model's code branches, what its hooks do."""
+        refused = own_backward_refused(type(self.model).__name__, gradients=self.gradients)
+        with (
+            self.by_keyword(),
+            _quiet(),
+            torch.enable_grad(),  # else no_grad regions would go unseen
+            refused,
+            branches() as found,
+            baked_hooks(self.model) as baked,
+        ):
+            yield found, baked
 
     @contextmanager
     def by_keyword(self) -> Generator[None]:
@@ -155,15 +169,15 @@ def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
         if free & barred:
             continue
         try:
-            program, guards = _export(call, axes, free)
+            export = _export(call, axes, free)
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001 torch.export raises any type; the last one is raised
             failures.append(error)
             continue
-        guard = broken(guards, call.given)
+        guard = broken(export.guards, call.given)
         if guard is None:
-            return _Export(program, guards, free, _short(failures[0]) if failures else "")
+            return replace(export, reason=_short(failures[0])) if failures else export
         failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
         barred |= _at_fault(guard, call.given, axes)
     raise CaptureError(_explained(call.model, failures[-1])) from failures[-1]
@@ -177,17 +191,14 @@ def _at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) 
     return frozenset(kinds) if len(kinds) == 1 else frozenset()
 
 
-def _export(
-    call: _Call, axes: Mapping[str, Axes], free: frozenset[str]
-) -> tuple[ExportedProgram, tuple[Guard, ...]]:
+def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Export:
     sized = traced_at(call.given, axes, free, positions(call.model))
     traced = {n: sized[n] for n in call.traced()}
     shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
-    # gradients on, else no_grad regions would go unseen
-    with call.watched() as found:
+    with call.watched() as (found, baked):
         program = torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
     own = semantic_guards(found, program, {n: _spelled(call.given, n) for n in axes})
-    return program, (*_guards(program), *own)
+    return _Export(program, (*_guards(program), *own), frozenset(baked), free)
 
 
 def _spelled(given: Mapping[str, Any], leaf: str) -> str:

@@ -182,7 +182,7 @@ def _takes_any(model: nn.Module) -> bool:
 
 
 def _is_none(parameter: inspect.Parameter | None) -> bool:
-    return parameter is None or parameter.default is None
+    return parameter is not None and parameter.default is None
 
 
 def _unknown_input(model: nn.Module, name: str, known: Mapping[str, object]) -> str:
