@@ -26,7 +26,7 @@ _NO_SUCH_DIM = {
 
 def followed(given: Plan | str | Path, whole: Whole, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
-    drawn = given if isinstance(given, Plan) else Plan.from_json(Path(given))
+    drawn = given if isinstance(given, Plan) else Plan.from_json(given)
     where = f"plan= (for {drawn.model}, tp {drawn.tp})"
     if drawn.tp != tp:
         raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={drawn.tp}.")

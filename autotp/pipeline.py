@@ -33,7 +33,14 @@ from autotp.dump import graph_json
 from autotp.errors import PlanError, WeightsError
 from autotp.models import load
 from autotp.offers import offered
-from autotp.options import Keywords, Options
+from autotp.options import (
+    Keywords,
+    Options,
+    check_module,
+    check_proof,
+    check_rank,
+    check_ranks,
+)
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.analyse import analyse
 from autotp.passes.capture import capture
@@ -50,7 +57,7 @@ from autotp.proof import prove
 from autotp.run.blocks import take
 from autotp.run.group import Group, agree, exists, resolve
 from autotp.run.model import ShardedModel
-from autotp.run.tree import build_tree
+from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing
 from autotp.whole import skeleton, whole_of
@@ -77,7 +84,7 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
 
     Raises PlanError, CaptureError, RuleError, UnknownOpError.
     """
-    _check_tp(tp)
+    check_ranks(tp)
     chosen = Options.of(**options)
     if not isinstance(model, nn.Module) and chosen.training is None:
         chosen = replace(chosen, training=False)
@@ -102,6 +109,8 @@ def parallelize(
 
     Raises as `plan` does, and PlanError on every rank if their plans differ.
     """
+    check_module(model, "parallelize")
+    check_rank(rank)
     where = resolve(tp, mesh=mesh, group=group, rank=rank)
     with _together(where):
         work = _Work(model, Options.of(**options))
@@ -136,8 +145,15 @@ def verify(
     - `seed`: of the inputs drawn and of the projection that serves as a loss where there is none.
     - Further keywords: as for `plan`.
     """
-    _check_tp(tp)
+    check_ranks(tp)
+    check_module(model, "verify")
+    check_proof(dtype, seed)
     chosen = Options.of(**options)
+    if gradients and chosen.training is False:
+        raise PlanError(
+            "verify: gradients=True and training=False: a plan without training has no backward "
+            "pass to compare. Pass training=True, or leave gradients out."
+        )
     if gradients and chosen.training is None:
         chosen = replace(chosen, training=True)
     work = _Work(model, chosen)
@@ -213,6 +229,7 @@ class _Work:
         options: Options,
         inputs: Mapping[str, Any] | None = None,
     ) -> None:
+        refuse_sharded(model)
         self.model, self.options = model, options
         self.training = model.training if options.training is None else options.training
         given = inputs if inputs is not None else options.example_inputs
@@ -341,7 +358,7 @@ class _Work:
             machine=self.machine,
             sizes=_sizes(self.program, _tensors(self.inputs)),
             optimizer=options.optimizer,
-            state_dtype=options.state_dtype,
+            state_dtype=options.state(),
             shard_threshold=options.shard_threshold,
             overrides=options.overrides,
             reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
@@ -370,11 +387,6 @@ def _check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
             f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
             f"{device}. Load the weights before parallelizing; planning and rank= need none."
         )
-
-
-def _check_tp(tp: object) -> None:
-    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
-        raise PlanError(f"tp={tp!r}: must be a whole number of ranks, 1 or more, such as tp=8.")
 
 
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

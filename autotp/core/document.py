@@ -7,6 +7,7 @@ The hash makes two things cheap: ranks compare plans by it, and a file that was 
 
 import hashlib
 import json
+import math
 from typing import TypeVar, cast
 
 from autotp.core.record import RecordError, decode, encode
@@ -49,7 +50,7 @@ def from_text(cls: type[T], text: str, name: str, version: int) -> T:
 
 def _parsed(text: str) -> dict[str, object]:
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except json.JSONDecodeError as error:
         ended = " (the text ends here: cut off?)" if _at_end(error, text) else ""
         at = f"line {error.lineno} column {error.colno}"
@@ -57,6 +58,14 @@ def _parsed(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise RecordError(f"expected an object, found {type(value).__name__}")
     return cast("dict[str, object]", value)
+
+
+def _finite(text: str) -> float:
+    """The number that is written; Python's own reader takes `NaN` and `1e999` too."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise RecordError(f"{text} is no finite number")
+    return value
 
 
 def _at_end(error: json.JSONDecodeError, text: str) -> bool:

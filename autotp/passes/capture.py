@@ -257,9 +257,18 @@ def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
     if target := mutated(functional):
         raise CaptureError(
             f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
-            "Ranks could not agree on it: call eval(), or take the update out of the forward."
+            f"Ranks could not agree on it: {_instead(model, target)}."
         )
     return functional
+
+
+def _instead(model: nn.Module, target: str) -> str:
+    """What to do about a write to `target`."""
+    if target in dict(model.named_parameters()):
+        return "take the update out of the forward; an embedding makes one where max_norm is set"
+    if target in dict(model.named_buffers()):
+        return "call eval(), or take the update out of the forward"
+    return "write to a copy of the input"
 
 
 def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from autotp.errors import PlanError, WeightsError
 from autotp.run.model import MakeVariant, ShardedModel, State, model_class
 from autotp.run.variant import Signature, mode_of
 
-__all__ = ["build_tree"]
+__all__ = ["build_tree", "refuse_sharded"]
 
 _FORWARD_HOOKS = (
     "_forward_hooks",
@@ -49,11 +49,7 @@ def build_tree(
     - Parameters require grad where the plan has a backward pass and the model's do.
     - `model` is left as it was, and no storage is shared with it.
     """
-    if isinstance(model, ShardedModel):
-        raise PlanError(
-            f"{type(model).__name__}: is sharded already (rank {model.rank} of {model.plan.tp}). "
-            "Give the whole model."
-        )
+    refuse_sharded(model)
     memo = _parameters(model, tensors, plan.training) | _buffers(model, tensors, device)
     tree = copy.deepcopy(model, memo)
     tree.__class__ = model_class(type(model))
@@ -62,6 +58,15 @@ def build_tree(
     _drop_hooks(tree, baked)
     tree.sharded_signature = Signature.of(model)
     return tree
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises PlanError for a model of which this rank holds a part only."""
+    if isinstance(model, ShardedModel):
+        raise PlanError(
+            f"{type(model).__name__}: is sharded already (rank {model.rank} of {model.plan.tp}). "
+            "Give the whole model."
+        )
 
 
 def _drop_hooks(tree: nn.Module, baked: Iterable[int]) -> None:
