@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 import autotp.run.conjugates as _ops
 from autotp import rulebook
@@ -30,7 +29,7 @@ from autotp.core.problem import Solution
 from autotp.core.split import Split
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
-from autotp.errors import PlanError, WeightsError
+from autotp.errors import PlanError
 from autotp.models import load
 from autotp.offers import offered
 from autotp.options import (
@@ -52,15 +51,15 @@ from autotp.passes.outline import Outlined, outline
 from autotp.passes.pose import Constraint, Posed, Terms, decide, pose
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.solve import solve
-from autotp.program import Program, named_leaves
+from autotp.program import named_leaves
 from autotp.proof import prove
 from autotp.run.blocks import take
 from autotp.run.group import Group, agree, exists, resolve
 from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
-from autotp.sizes import Pricing
-from autotp.whole import skeleton, whole_of
+from autotp.sizes import Pricing, data_sizes
+from autotp.whole import check_values, skeleton, valueless, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
@@ -159,7 +158,7 @@ def verify(
     work = _Work(model, chosen)
     made = work.made(tp, "tp")
     for name, tensor in work.whole.parameters.items():
-        _check_values(name, tensor, torch.device("cpu"))
+        check_values(name, tensor, torch.device("cpu"))
     ranks = [work.built(made, Group("tp", tp, r, _device(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
     return prove(
@@ -318,7 +317,7 @@ class _Work:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, whole in self.whole.parameters.items():
             record = drawn.parameters[name]
-            _check_values(name, whole, device)
+            check_values(name, whole, device)
             local = whole.detach()
             if record.dim is not None:
                 split = Split.decode(record.split)
@@ -336,7 +335,7 @@ class _Work:
             modes = {path: module.training for path, module in sharded.named_modules()}
             for path, module in bare.named_modules():
                 module.training = modes.get(path, sharded.training)
-            work = _Work(bare, options, _valueless(inputs, _device(bare)))
+            work = _Work(bare, options, valueless(inputs, _device(bare)))
             made = work.made(where.size, where.name)
             sharded.add_variant(
                 work._key(), work.program, made.layers(device, where.rank), made.plan
@@ -356,7 +355,7 @@ class _Work:
             training=self.training,
             variant=self._key(),
             machine=self.machine,
-            sizes=_sizes(self.program, _tensors(self.inputs)),
+            sizes=data_sizes(self.program, _tensors(self.inputs)),
             optimizer=options.optimizer,
             state_dtype=options.state(),
             shard_threshold=options.shard_threshold,
@@ -381,40 +380,9 @@ class _Work:
             )
 
 
-def _check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
-    if whole.is_meta and device.type != "meta":
-        raise WeightsError(
-            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
-            f"{device}. Load the weights before parallelizing; planning and rank= need none."
-        )
-
-
 def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     leaves = named_leaves(inputs)
     return {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
-
-
-def _sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Batch and sequence of the inputs that the plan is priced for."""
-    sizes: dict[str, int] = {}
-    for name in program.inputs:
-        dims = program.data_dims.get(name, ())
-        for dim, word in zip(dims, ("batch", "sequence"), strict=False):
-            size = inputs[name].shape[dim]
-            if sizes.setdefault(word, size) != size:
-                sizes[f"{name} {word}"] = size
-    return sizes
-
-
-def _valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere."""
-
-    def alike(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return torch.zeros_like(x, device=device, requires_grad=x.requires_grad)
-
-    return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}
 
 
 def _device(model: nn.Module) -> torch.device:
