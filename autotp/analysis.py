@@ -29,6 +29,7 @@ __all__ = [
     "Use",
     "Value",
     "gradients_reach",
+    "gradients_return",
     "results_of",
     "source_of",
 ]
@@ -68,7 +69,7 @@ class Analysis:
     - `uses`: every parameter-dependent op, in program order.
     - `dims`, `metas`: of every parameter-dependent value.
     - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
-    - `differentiable`: values through which a gradient can flow.
+    - `differentiable`: values through which a gradient can flow, from an output to what is trained.
     - `unruled`: nodes without a rule. `stops`: op name to the operands that get no gradient.
     """
 
@@ -172,10 +173,18 @@ def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
         asks = any(n in asking for n in _passing(node, analysis))
         if ((node.op, node.target) in trained or asks) and _takes_gradient(node):
             asking.add(node)
+    return asking & gradients_return(graph, analysis)
+
+
+def gradients_return(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
+    """The nodes of `graph` to which a gradient would come back from the outputs, asked for or not.
+
+    None comes back to what is only used where gradients stop: under no_grad, or detached.
+    """
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node in reached or node.op == "output":
-            reached.update(n for n in _passing(node, analysis) if n in asking)
+            reached.update(n for n in _passing(node, analysis) if _takes_gradient(n))
     return reached
 
 

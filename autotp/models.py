@@ -138,7 +138,13 @@ def _from_config(config: Any, where: str, device: str) -> nn.Module:  # noqa: AN
 
 def _from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
     made = _factory(spec)()
-    model, inputs = cast("Any", made) if isinstance(made, tuple) else (made, None)
+    parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else (made, None)
+    if len(parts) != 2:
+        raise PlanError(
+            f"model {spec!r}: the factory returned {len(parts)} values. "
+            "It must return a torch.nn.Module, or a pair of one and its example inputs."
+        )
+    model, inputs = cast("Any", parts)
     if not isinstance(model, nn.Module):
         raise PlanError(
             f"model {spec!r}: the factory returned {type(model).__name__}. "

@@ -4,15 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from types import UnionType
 from typing import Any, TypedDict, Unpack, cast
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from autotp.core.machine import Machine
 from autotp.core.plan import Plan
 from autotp.errors import PlanError
 
-__all__ = ["Keywords", "Options"]
+__all__ = ["Keywords", "Options", "check_module", "check_proof", "check_rank", "check_ranks"]
 
 
 class Keywords(TypedDict, total=False):
@@ -22,7 +25,7 @@ class Keywords(TypedDict, total=False):
     training: bool | None
     machine: str | Machine
     optimizer: str
-    state_dtype: str | None
+    state_dtype: torch.dtype | str | None
     overrides: Mapping[str, str]
     shard_threshold: float
     reduce_dtype: torch.dtype | str | None
@@ -38,7 +41,7 @@ class Options:
     training: bool | None = None
     machine: str | Machine = "h100"
     optimizer: str = "adamw"
-    state_dtype: str | None = None
+    state_dtype: torch.dtype | str | None = None
     overrides: Mapping[str, str] = field(default_factory=dict[str, str])
     shard_threshold: float = 0.001
     reduce_dtype: torch.dtype | str | None = None
@@ -70,36 +73,105 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse values that no plan can have."""
-        for name in ("example_inputs", "overrides"):
-            value: object = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                raise PlanError(
-                    f"option {name}: is of type {type(value).__name__}. Give a mapping, "
-                    f"such as {_EXAMPLES[name]}."
-                )
-        given = cast(object, self.plan)  # whatever a caller without types passed
-        if not isinstance(given, Plan | str | Path | None):
+        self._check_mappings()
+        self._check_kind("plan", Plan | str | Path | None, "Give a Plan, or the path of one.")
+        self._check_kind("machine", Machine | str | Path, "Give a name such as 'h100'.")
+        self._check_kind("optimizer", str, "Give a name such as 'adamw'.")
+        self._check_kind("training", bool | None, "Give True, False, or None for the model's own.")
+        given = cast(object, self.shard_threshold)  # whatever a caller without types passed
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
             raise PlanError(
-                f"option plan: is of type {type(given).__name__}. Give a Plan, or the path of one."
-            )
-        if not 0 <= self.shard_threshold <= 1:
-            raise PlanError(
-                f"option shard_threshold: is {self.shard_threshold}. Give a part of the largest "
+                f"option shard_threshold: is {given!r}. Give a part of the largest "
                 "parameter's bytes, from 0 to 1."
             )
+        self.state()
         self.reduce()
 
     def reduce(self) -> torch.dtype | None:
         """The dtype that sums over the group are made in, None for the values' own."""
-        if self.reduce_dtype is None or isinstance(self.reduce_dtype, torch.dtype):
-            return self.reduce_dtype
-        found: object = getattr(torch, self.reduce_dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise PlanError(
-                f"option reduce_dtype: {self.reduce_dtype!r} is no dtype of torch. Give one "
-                "such as 'float32', or None for the values' own."
-            )
-        return found
+        return _floating("reduce_dtype", self.reduce_dtype, "the values' own")
+
+    def state(self) -> str | None:
+        """The dtype of the optimizer's state by its name, None for the parameters' own."""
+        found = _floating("state_dtype", self.state_dtype, "the parameters' own")
+        return None if found is None else str(found).removeprefix("torch.")
+
+    def _check_mappings(self) -> None:
+        for name in ("example_inputs", "overrides"):
+            value: object = getattr(self, name)
+            if value is None and name == "example_inputs":
+                continue
+            example = f"Give a mapping, such as {_EXAMPLES[name]}."
+            if not isinstance(value, Mapping):
+                raise PlanError(f"option {name}: is of type {type(value).__name__}. {example}")
+            for key, item in cast("Mapping[object, object]", value).items():
+                if not isinstance(key, str):
+                    raise PlanError(f"option {name}: its key {key!r} is no name. {example}")
+                if name == "overrides" and not isinstance(item, str):
+                    raise PlanError(
+                        f"option overrides: {key!r} asks for {item!r}, which is no layout's name. "
+                        f"{example}"
+                    )
+                if name == "example_inputs":
+                    _check_input(key, item)
+
+    def _check_kind(self, name: str, kind: UnionType | type, advice: str) -> None:
+        value: object = getattr(self, name)
+        if not isinstance(value, kind):
+            raise PlanError(f"option {name}: is of type {type(value).__name__}. {advice}")
 
 
 _EXAMPLES = {"example_inputs": "{'input_ids': ids}", "overrides": "{'*.down_proj': 'row'}"}
+
+
+def check_ranks(tp: object) -> None:
+    """Raises PlanError if `tp` is no number of ranks."""
+    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+        raise PlanError(f"tp={tp!r}: must be a whole number of ranks, 1 or more, such as tp=8.")
+
+
+def check_rank(rank: object) -> None:
+    """Raises PlanError if `rank` cannot be the number of a rank."""
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool)):
+        raise PlanError(f"rank={rank!r}: must be a whole number from 0 to tp - 1, such as rank=0.")
+
+
+def check_module(model: object, what: str) -> None:
+    """Raises PlanError if `model` is no module; names are for plans, which need no weights."""
+    if not isinstance(model, nn.Module):
+        raise PlanError(
+            f"model: {what} was given {model!r} of type {type(model).__name__}. Give a "
+            "torch.nn.Module with its weights; plan() and the command line take names too."
+        )
+
+
+def check_proof(dtype: object, seed: object) -> None:
+    """Raises PlanError if nothing can be compared in `dtype`, or drawn by `seed`."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise PlanError(
+            f"dtype={dtype!r}: what is compared is computed in it. Give a floating-point dtype, "
+            "such as torch.float32."
+        )
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise PlanError(f"seed={seed!r}: must be a whole number, such as seed=0.")
+
+
+def _floating(option: str, given: object, otherwise: str) -> torch.dtype | None:
+    """The dtype that is given by itself or by its name."""
+    found: object = getattr(torch, given, None) if isinstance(given, str) else given
+    if given is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return cast("torch.dtype | None", found)
+    what = "holds no fractions" if isinstance(found, torch.dtype) else "is no dtype of torch"
+    raise PlanError(
+        f"option {option}: {given!r} {what}. Give one such as 'float32', or None for {otherwise}."
+    )
+
+
+def _check_input(name: str, value: object) -> None:
+    """Raises PlanError for an array of another library, on its own or nested."""
+    for leaf in pytree.tree_leaves(value):
+        if hasattr(leaf, "__array__") and not isinstance(leaf, torch.Tensor):
+            raise PlanError(
+                f"option example_inputs: {name!r} is of type {type(leaf).__name__}, and models "
+                f"take tensors. Pass torch.as_tensor({name})."
+            )

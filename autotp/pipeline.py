@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 import autotp.run.conjugates as _ops
 from autotp import rulebook
@@ -30,10 +29,17 @@ from autotp.core.problem import Solution
 from autotp.core.split import Split
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
-from autotp.errors import PlanError, WeightsError
+from autotp.errors import PlanError
 from autotp.models import load
 from autotp.offers import offered
-from autotp.options import Keywords, Options
+from autotp.options import (
+    Keywords,
+    Options,
+    check_module,
+    check_proof,
+    check_rank,
+    check_ranks,
+)
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.analyse import analyse
 from autotp.passes.capture import capture
@@ -45,16 +51,16 @@ from autotp.passes.outline import Outlined, outline
 from autotp.passes.pose import Posed, decide, pose
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.solve import solve
-from autotp.program import Program, named_leaves
+from autotp.program import Program, tensor_leaves
 from autotp.proof import prove
 from autotp.run.blocks import take
 from autotp.run.group import Group, agree, exists, resolve
 from autotp.run.model import ShardedModel
-from autotp.run.tree import build_tree
-from autotp.run.variant import Signature, key_of
-from autotp.sizes import Pricing
+from autotp.run.tree import build_tree, refuse_sharded
+from autotp.run.variant import Signature, key_of, mode_of
+from autotp.sizes import Pricing, data_sizes
 from autotp.terms import Constraint, Terms
-from autotp.whole import is_meta, skeleton, whole_of
+from autotp.whole import check_values, is_meta, skeleton, valueless, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
@@ -79,7 +85,7 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
 
     Raises PlanError, CaptureError, RuleError, UnknownOpError.
     """
-    _check_tp(tp)
+    check_ranks(tp)
     chosen = Options.of(**options)
     if not isinstance(model, nn.Module) and chosen.training is None:
         chosen = replace(chosen, training=False)
@@ -104,6 +110,8 @@ def parallelize(
 
     Raises as `plan` does, and PlanError on every rank if their plans differ.
     """
+    check_module(model, "parallelize")
+    check_rank(rank)
     where = resolve(tp, mesh=mesh, group=group, rank=rank)
     with _together(where):
         work = _Work(model, Options.of(**options))
@@ -138,14 +146,21 @@ def verify(
     - `seed`: of the inputs drawn and of the projection that serves as a loss where there is none.
     - Further keywords: as for `plan`.
     """
-    _check_tp(tp)
+    check_ranks(tp)
+    check_module(model, "verify")
+    check_proof(dtype, seed)
     chosen = Options.of(**options)
+    if gradients and chosen.training is False:
+        raise PlanError(
+            "verify: gradients=True and training=False: a plan without training has no backward "
+            "pass to compare. Pass training=True, or leave gradients out."
+        )
     if gradients and chosen.training is None:
         chosen = replace(chosen, training=True)
     work = _Work(model, chosen)
     made = work.made(tp, "tp")
     for name, tensor in work.whole.parameters.items():
-        _check_values(name, tensor, torch.device("cpu"))
+        check_values(name, tensor, torch.device("cpu"))
     ranks = [work.built(made, Group("tp", tp, r, _device(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
     evidence = prove(
@@ -216,23 +231,24 @@ class _Work:
         options: Options,
         inputs: Mapping[str, Any] | None = None,
     ) -> None:
+        refuse_sharded(model)
         self.model, self.options = model, options
         self.training = model.training if options.training is None else options.training
         given = inputs if inputs is not None else options.example_inputs
         if given is None:
             given = example_inputs(model, self.training)
-        self.inputs = Signature.of(type(model)).spelled(given)
+        self.inputs = Signature.of(model).spelled(given)
         self.rules = rulebook.load()
         machine = options.machine
         self.machine = (
             machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
         )
         self.whole = whole_of(model)
-        self.program = _captured(model, self.inputs)
+        self.program = _captured(model, self.inputs, gradients=self.training)
         names = list(self.whole.parameters)
         self.analysis = analyse(self.program, names, self.rules, strict=options.strict)
         self.matching = match(self.analysis, self.rules)
-        self.pricing = Pricing(self.program, _tensors(self.inputs))
+        self.pricing = Pricing(self.program, tensor_leaves(self.inputs))
 
     def made(self, tp: int, group: str) -> Made:
         """The variant planned for `tp` ranks and rewritten for the group called `group`."""
@@ -292,6 +308,7 @@ class _Work:
             device=device,
             make_variant=self._maker(where, made.plan, device),
             imagined=where.size > 1 and not exists(where.name),
+            baked=self.program.baked,
         )
         tree.add_variant(
             self._key(), self.program, made.layers(named or device, where.rank), made.plan
@@ -303,7 +320,7 @@ class _Work:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, whole in self.whole.parameters.items():
             record = drawn.parameters[name]
-            _check_values(name, whole, device)
+            check_values(name, whole, device)
             local = whole.detach()
             if record.dim is not None:
                 split = Split.decode(record.split)
@@ -318,8 +335,10 @@ class _Work:
         options = replace(self.options, plan=first, training=first.training)
 
         def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
-            bare.train(sharded.training)
-            work = _Work(bare, options, _valueless(inputs, _device(bare)))
+            modes = {path: module.training for path, module in sharded.named_modules()}
+            for path, module in bare.named_modules():
+                module.training = modes.get(path, sharded.training)
+            work = _Work(bare, options, valueless(inputs, _device(bare)))
             made = work.made(where.size, where.name)
             sharded.add_variant(
                 work._key(), work.program, made.layers(device, where.rank), made.plan
@@ -328,8 +347,8 @@ class _Work:
         return make
 
     def _key(self) -> str:
-        inputs = Signature.of(type(self.model)).bind((), self.inputs)
-        return key_of(type(self.model).__name__, inputs, self.model.training)
+        inputs = Signature.of(self.model).bind((), self.inputs)
+        return key_of(type(self.model).__name__, inputs, mode_of(self.model))
 
     def _asked(self, tp: int) -> Asked:
         options = self.options
@@ -340,9 +359,9 @@ class _Work:
             training=self.training,
             variant=self._key(),
             machine=self.machine,
-            sizes=_sizes(self.program, _tensors(self.inputs)),
+            sizes=data_sizes(self.program, tensor_leaves(self.inputs)),
             optimizer=options.optimizer,
-            state_dtype=options.state_dtype,
+            state_dtype=options.state(),
             # a plan followed keeps the reasons for which it is as it is
             shard_threshold=cast("float", followed.get("shard_threshold", options.shard_threshold)),
             overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
@@ -362,60 +381,18 @@ class _Work:
             raise PlanError(
                 f"{self.whole.name}: strict=True, and every rank holds "
                 f"{100 * drawn.replicated_fraction:.3g} % of the parameter bytes whole (more than "
-                "10 %). "
-                "Choose a tp that divides more axes, or leave strict off to see the plan."
+                "10 %). Choose a smaller tp, or leave strict off to see the plan."
             )
 
 
-def _check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
-    if whole.is_meta and device.type != "meta":
-        raise WeightsError(
-            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
-            f"{device}. Load the weights before parallelizing; planning and rank= need none."
-        )
-
-
-def _check_tp(tp: object) -> None:
-    if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
-        raise PlanError(f"tp={tp!r}: must be a whole number of ranks, 1 or more, such as tp=8.")
-
-
-def _tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    leaves = named_leaves(inputs)
-    return {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
-
-
-def _sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Batch and sequence of the inputs that the plan is priced for."""
-    sizes: dict[str, int] = {}
-    for name in program.inputs:
-        dims = program.data_dims.get(name, ())
-        for dim, word in zip(dims, ("batch", "sequence"), strict=False):
-            size = inputs[name].shape[dim]
-            if sizes.setdefault(word, size) != size:
-                sizes[f"{name} {word}"] = size
-    return sizes
-
-
-def _captured(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
+def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -> Program:
     """The model's graph; of a model on meta the one that it has on the CPU, where it will be read.
 
     Code that asks for the device takes another way on meta, and plans would differ by that.
     """
     if is_meta(model):
-        return capture(skeleton(model), _valueless(inputs, torch.device("cpu")))
-    return capture(model, inputs)
-
-
-def _valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere."""
-
-    def alike(x: object) -> object:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return torch.zeros_like(x, device=device, requires_grad=x.requires_grad)
-
-    return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}
+        return capture(skeleton(model), valueless(inputs, torch.device("cpu")), gradients=gradients)
+    return capture(model, inputs, gradients=gradients)
 
 
 def _device(model: nn.Module) -> torch.device:

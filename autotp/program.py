@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Guard", "Program", "broken", "broken_guard", "named_leaves"]
+__all__ = ["Guard", "Program", "broken", "broken_guard", "named_leaves", "tensor_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class Program:
       never split over the group, even where the capture had to fix them.
     - `dynamic`: False when the sequence had to be fixed; `reason` says why.
     - `training`: the model's mode (dropout) when captured.
+    - `baked`: the numbers of the model's forward hooks whose work is in the graph.
     """
 
     graph: fx.Graph
@@ -63,6 +64,7 @@ class Program:
     dynamic: bool
     reason: str
     training: bool
+    baked: frozenset[int] = frozenset()
 
 
 def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,6 +79,12 @@ def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
             {name: value} if spec.is_leaf() else {f"{name}.{i}": v for i, v in enumerate(flat)}
         )
     return leaves
+
+
+def tensor_leaves(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of `named_leaves` that are tensors."""
+    leaves = named_leaves(inputs)
+    return {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
 
 
 def broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | None:

@@ -8,7 +8,7 @@ import torch
 from autotp.core.size import Size
 from autotp.program import Program
 
-__all__ = ["Pricing", "Sizes"]
+__all__ = ["Pricing", "Sizes", "data_sizes"]
 
 
 class Sizes:
@@ -57,6 +57,18 @@ class Pricing:
             found = int(priced) if priced.is_Integer else cast(torch.SymInt, size).node.hint or 1
             self.known[expression] = found
         return found
+
+
+def data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Batch and sequence of the inputs that the plan is priced for."""
+    sizes: dict[str, int] = {}
+    for name in program.inputs:
+        dims = program.data_dims.get(name, ())
+        for dim, word in zip(dims, ("batch", "sequence"), strict=False):
+            size = inputs[name].shape[dim]
+            if sizes.setdefault(word, size) != size:
+                sizes[f"{name} {word}"] = size
+    return sizes
 
 
 def _proven(size: torch.SymInt) -> Any:  # noqa: ANN401  sympy has no types

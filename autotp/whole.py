@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-__all__ = ["Whole", "fingerprint", "is_meta", "skeleton", "whole_of"]
+from autotp.errors import WeightsError
+
+__all__ = ["Whole", "check_values", "fingerprint", "is_meta", "skeleton", "valueless", "whole_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,26 @@ def _plain_metas(model: nn.Module) -> list[torch.Tensor]:
     """Tensors on meta that modules hold as plain attributes, neither parameters nor buffers."""
     held = (value for module in model.modules() for value in vars(module).values())
     return [value for value in held if isinstance(value, torch.Tensor) and value.is_meta]
+
+
+def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
+    """Raises WeightsError if a parameter has no values to put on `device`."""
+    if whole.is_meta and device.type != "meta":
+        raise WeightsError(
+            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
+            f"{device}. Load the weights before parallelizing; planning and rank= need none."
+        )
+
+
+def valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere."""
+
+    def alike(x: object) -> object:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return torch.zeros_like(x, device=device, requires_grad=x.requires_grad)
+
+    return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}
 
 
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:

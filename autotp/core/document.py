@@ -8,6 +8,7 @@ What says only how a record was come by, not what it is, is left out of it (`apa
 
 import hashlib
 import json
+import math
 from collections.abc import Collection
 from typing import TypeVar, cast
 
@@ -51,7 +52,7 @@ def from_text(cls: type[T], text: str, name: str, version: int, apart: Collectio
 
 def _parsed(text: str) -> dict[str, object]:
     try:
-        value: object = json.loads(text)
+        value: object = json.loads(text, parse_float=_finite, parse_constant=_finite)
     except json.JSONDecodeError as error:
         ended = " (the text ends here: cut off?)" if _at_end(error, text) else ""
         at = f"line {error.lineno} column {error.colno}"
@@ -59,6 +60,14 @@ def _parsed(text: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise RecordError(f"expected an object, found {type(value).__name__}")
     return cast("dict[str, object]", value)
+
+
+def _finite(text: str) -> float:
+    """The number that is written; Python's own reader takes `NaN` and `1e999` too."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise RecordError(f"{text} is no finite number")
+    return value
 
 
 def _at_end(error: json.JSONDecodeError, text: str) -> bool:

@@ -7,7 +7,8 @@ on, and nothing that only tells how it was found.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from textwrap import shorten
+from typing import Final, cast
 
 from autotp.core import describe
 from autotp.core.document import content_hash, from_text, to_text
@@ -178,15 +179,21 @@ class Plan:
         misspells a key, holds a value of a wrong type, contradicts itself, or was changed after it
         was written.
         """
-        if isinstance(text_or_path, str) and text_or_path.lstrip().startswith("{"):
-            return _read(text_or_path, "plan text")
-        where = f"plan file {text_or_path}"
+        given = cast(object, text_or_path)  # whatever a caller without types passed
+        if not isinstance(given, str | Path):
+            raise PlanError(
+                f"plan: is of type {type(given).__name__}. Give JSON text, or the path of a file."
+            )
+        if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
+            return _read(given, "plan text")
+        where = f"plan file {shorten(str(given), 80, placeholder=' …')}"
         try:
-            text = Path(text_or_path).read_text(encoding="utf-8")
+            text = Path(given).read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise PlanError(f"{where}: does not exist. {_ADVICE}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"{where}: cannot be read: {error}. {_ADVICE}") from error
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise PlanError(f"{where}: cannot be read: {reason}. {_ADVICE}") from error
         return _read(text, where)
 
     def __str__(self) -> str:

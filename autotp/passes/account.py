@@ -12,6 +12,7 @@ from math import ceil, prod
 import torch
 
 from autotp.analysis import AxisPair, Emitted
+from autotp.core.axis import Atom, Dim
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
 from autotp.core.partition import Part, Partition
 from autotp.core.placement import REPLICATED, Placement
@@ -134,12 +135,7 @@ class _Accountant:
         axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
         names = {a: "hidden" for a in axes if a not in pair.axes}
         names |= {a: self.names[a.name].rpartition(".")[2] for a in pair.axes}
-        opener = self.analysis.parameters[pair.openers[0]]
-        expression = next(
-            self.forest.text(d, names)
-            for d in self.analysis.dims[(opener, 0)]
-            if any(self.forest.contains(d, a) for a in (axes if cut.parts else pair.axes))
-        )
+        carrying = axes if cut.parts else pair.axes
         partition = cut if cut.parts else Partition((Part(axes[0].name, 1),))
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
         return Pair(
@@ -149,11 +145,18 @@ class _Accountant:
             local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
             openers=pair.openers,
             closers=pair.closers,
-            expression=expression,
+            expression=self.forest.text(self._dim_of(pair, carrying), names),
             module=module,
             split=bool(cut.parts),
             note=self._copies(cut) if cut.parts else self.reasons.pair(pair),
         )
+
+    def _dim_of(self, pair: AxisPair, axes: Sequence[Atom]) -> Dim:
+        """The first dim of its parameters with one of `axes`, if any: a weight may be computed."""
+        nodes = (self.analysis.parameters[n] for n in (*pair.openers, *pair.closers))
+        dims = (d for node in nodes for d in self.analysis.dims[(node, 0)])
+        found = (d for d in dims if any(self.forest.contains(d, a) for a in axes))
+        return next(found, (axes[0],))
 
     def _local_size(self, cut: Partition, rank: int) -> int:
         """The units of all its axes that a rank has."""

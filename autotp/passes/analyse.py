@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autotp.analysis import Analysis, Operand, Use, Value, results_of, source_of
+from autotp.analysis import Analysis, Operand, Use, Value, gradients_return, results_of, source_of
 from autotp.core.axis import Dim, Forest
 from autotp.core.rule import Factor, NodeRule, Row
 from autotp.errors import UnknownOpError
@@ -36,7 +36,10 @@ def analyse(
         reader.visit(node)
     if strict and reader.analysis.unruled:
         raise UnknownOpError(_unknown(reader.analysis.unruled))
-    return reader.analysis
+    analysis = reader.analysis
+    returning = gradients_return(program.graph, analysis)
+    analysis.differentiable = {v for v in analysis.differentiable if v[0] in returning}
+    return analysis
 
 
 def _unknown(nodes: Sequence[fx.Node]) -> str:

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,10 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
+from autotp.passes.capture_branches import Branch, branches, semantic_guards
+from autotp.passes.capture_functions import own_backward_refused, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
+from autotp.passes.capture_hooks import backward_hooks_refused, baked_hooks
 from autotp.passes.capture_inputs import (
     Axes,
     accepted,
@@ -39,13 +42,18 @@ from autotp.program import Guard, Program, broken, named_leaves
 
 __all__ = ["capture", "example_inputs", "retarget"]
 
-FREEDOMS = (frozenset({"batch", "sequence", "decoder"}), frozenset({"batch"}), frozenset[str]())
+FREEDOMS = (
+    frozenset({"batch", "sequence", "decoder"}),
+    frozenset({"batch"}),
+    frozenset({"sequence", "decoder"}),
+    frozenset[str](),
+)
 TORCH = os.path.dirname(torch.__file__)
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 
 
-def capture(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
+def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = False) -> Program:
     """The forward of `model` as one graph, for the kind of call that `inputs` stands for.
 
     Example: `capture(model, {"input_ids": ids, "use_cache": False}).graph` has the placeholder
@@ -55,15 +63,20 @@ def capture(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
     Constraints:
     - Fixed are which inputs are present, their types, the values of non-tensors, train() or eval();
       free are batch and sequence sizes (see `Program.dynamic`), within `Program.guards`.
+    - `gradients`: they are wanted, so a forward that gives no right ones is refused.
     - Works for models on any device, meta included; constants and factory calls carry that device
       until `retarget`.
     - The model is left as it was.
     """
+    if gradients:
+        backward_hooks_refused(model)
     given = accepted(model, inputs)
     axes = data_axes(model, given)
-    call = _Call(model, given)
+    call = _Call(model, given, gradients)
     export = _exported(call, axes)
     graph, lifted = _graph(model, export.program, tuple(axes))
+    if gradients:
+        sparse_refused(type(model).__name__, graph)
     out_spec = export.program.call_spec.out_spec
     assert out_spec is not None
     return Program(
@@ -75,20 +88,27 @@ def capture(model: nn.Module, inputs: Mapping[str, Any]) -> Program:
         lifted=lifted,
         tied=_aliases(model.named_parameters(remove_duplicate=False)),
         data_dims={n: tuple(a) for n, a in axes.items()},
-        guards=(*_guards(export.program), *_fixed(given, axes, export.free)),
+        guards=(*_fixed(given, axes, export.free), *export.guards),
         dynamic=not export.reason or "sequence" in export.free,
         reason=export.reason,
         training=model.training,
+        baked=export.baked,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """What torch.export gave, the kinds of axes left free, and why not more were."""
+    """What torch.export gave.
+
+    - `guards`: what it takes for granted; `baked`: the hooks that are in it.
+    - `free`: the kinds of axes left free; `reason`: why not more were.
+    """
 
     program: ExportedProgram
+    guards: tuple[Guard, ...]
+    baked: frozenset[int]
     free: frozenset[str]
-    reason: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +117,26 @@ class _Call:
 
     model: nn.Module
     given: Mapping[str, Any]
+    gradients: bool
 
     def traced(self) -> list[str]:
         """The names of the inputs that hold a tensor."""
         leaves = {n: pytree.tree_leaves(v) for n, v in self.given.items()}
         return [n for n, of in leaves.items() if any(isinstance(v, torch.Tensor) for v in of)]
+
+    @contextmanager
+    def watched(self) -> Generator[tuple[list[Branch], set[int]]]:
+        """What an export needs around it; by what the model's code branches, what its hooks do."""
+        refused = own_backward_refused(type(self.model).__name__, gradients=self.gradients)
+        with (
+            self.by_keyword(),
+            _quiet(),
+            torch.enable_grad(),  # else no_grad regions would go unseen
+            refused,
+            branches() as found,
+            baked_hooks(self.model) as baked,
+        ):
+            yield found, baked
 
     @contextmanager
     def by_keyword(self) -> Generator[None]:
@@ -129,26 +164,51 @@ class _Call:
 def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
     kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
     failures: list[Exception] = []
+    barred = frozenset[str]()
     for free in dict.fromkeys(freedom & kinds for freedom in FREEDOMS):
+        if free & barred:
+            continue
         try:
-            program = _export(call, axes, free)
+            export = _export(call, axes, free)
+        except CaptureError:
+            raise
         except Exception as error:  # noqa: BLE001 torch.export raises any type; the last one is raised
             failures.append(error)
             continue
-        guard = broken(_guards(program), call.given)
+        guard = broken(export.guards, call.given)
         if guard is None:
-            return _Export(program, free, _short(failures[0]) if failures else "")
+            return replace(export, reason=_short(failures[0])) if failures else export
         failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
+        barred |= _at_fault(guard, call.given, axes)
     raise CaptureError(_explained(call.model, failures[-1])) from failures[-1]
 
 
-def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> ExportedProgram:
+def _at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) -> frozenset[str]:
+    """The kind of axis that a broken guard speaks of; empty where it speaks of several."""
+    spelled = {_spelled(given, name): of for name, of in axes.items()}
+    named = re.findall(r"(L(?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", guard.expression)
+    kinds = {spelled[where][int(dim)][0] for where, dim in named if int(dim) in spelled[where]}
+    return frozenset(kinds) if len(kinds) == 1 else frozenset()
+
+
+def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Export:
     sized = traced_at(call.given, axes, free, positions(call.model))
     traced = {n: sized[n] for n in call.traced()}
     shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
-    # gradients on, else no_grad regions would go unseen
-    with call.by_keyword(), torch.enable_grad(), _quiet():
-        return torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
+    with call.watched() as (found, baked):
+        program = torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
+    own = semantic_guards(found, program, {n: _spelled(call.given, n) for n in axes})
+    return _Export(program, (*_guards(program), *own), frozenset(baked), free)
+
+
+def _spelled(given: Mapping[str, Any], leaf: str) -> str:
+    """How guards spell a leaf of the inputs: `L['x']`, `L['pair'][0]`."""
+    paths = [
+        f"L[{name!r}]{pytree.keystr(path)}"
+        for name, value in given.items()
+        for path, _ in pytree.tree_flatten_with_path(value)[0]
+    ]
+    return dict(zip(named_leaves(given), paths, strict=True))[leaf]
 
 
 @contextmanager
@@ -208,9 +268,18 @@ def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
     if target := mutated(functional):
         raise CaptureError(
             f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
-            "Ranks could not agree on it: call eval(), or take the update out of the forward."
+            f"Ranks could not agree on it: {_instead(model, target)}."
         )
     return functional
+
+
+def _instead(model: nn.Module, target: str) -> str:
+    """What to do about a write to `target`."""
+    if target in dict(model.named_parameters()):
+        return "take the update out of the forward; an embedding makes one where max_norm is set"
+    if target in dict(model.named_buffers()):
+        return "call eval(), or take the update out of the forward"
+    return "write to a copy of the input"
 
 
 def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -237,8 +306,8 @@ def _fixed(
     for name, value in given.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor):
-                leaf_name = next(n for n, v in named_leaves({name: value}).items() if v is leaf)
                 where = f"L[{name!r}]{pytree.keystr(path)}"
+                leaf_name = next(n for n in axes if _spelled(given, n) == where)
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
                 yield from (Guard(code, name) for code in _form(where, leaf, dims))
 

@@ -84,6 +84,7 @@ def positions(model: nn.Module) -> int | None:
 def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs in the order of the forward's signature, without those that only repeat a None."""
     parameters = _parameters(model)
+    _refuse_starred(model, inputs)
     unknown = [name for name in inputs if name not in parameters]
     if unknown and not _takes_any(model):
         raise CaptureError(_unknown_input(model, unknown[0], parameters))
@@ -194,8 +195,19 @@ def _takes_any(model: nn.Module) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in found)
 
 
+def _refuse_starred(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Raises CaptureError where inputs could only be given as `*args`, which have no names."""
+    found = inspect.signature(model.forward).parameters.values()
+    starred = [p.name for p in found if p.kind is p.VAR_POSITIONAL]
+    if starred and (starred[0] in inputs or not _parameters(model)):
+        raise CaptureError(
+            f"{type(model).__name__}: its forward takes *{starred[0]}, and inputs without names "
+            "are not supported. Name them in its signature: forward(self, x, y)."
+        )
+
+
 def _is_none(parameter: inspect.Parameter | None) -> bool:
-    return parameter is None or parameter.default is None
+    return parameter is not None and parameter.default is None
 
 
 def _unknown_input(model: nn.Module, name: str, known: Mapping[str, object]) -> str:

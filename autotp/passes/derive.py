@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from autotp.core.rule import NodeRule
 from autotp.errors import RuleError
 from autotp.passes.derive_call import Builder, Call, notation
-from autotp.passes.derive_lookup import index, lookup
+from autotp.passes.derive_lookup import index, lookup, table
 from autotp.passes.derive_named import along, constant, like, trailing, whole
 from autotp.passes.derive_piece import (
     concatenate,
@@ -75,6 +75,7 @@ RULES: Mapping[str, Builder] = {
     "repeat_each": repeat_each,
     "select": select,
     "stack": stack,
+    "table": table,
     "take": take,
     "trailing": trailing,
     "unbind": unbind,

@@ -1,14 +1,30 @@
 """Rules of ops that read or write where integers say: indexing, gather, scatter."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 
 from autotp.core.axis import Dim
+from autotp.core.notation import parse
 from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
-from autotp.passes.derive_call import Call, position, renumbered
+from autotp.passes.derive_call import Call, notation, position, renumbered
 
-__all__ = ["index", "lookup"]
+__all__ = ["index", "lookup", "table"]
+
+_TABLE = parse("v h, ... -> ... h")
+
+
+def table(call: Call) -> NodeRule | None:
+    """Rows of a table, one a word: those that another rank holds count as zero here.
+
+    Where gradients are divided by how often a word occurs, a rank must see all words: whole rows.
+    """
+    rule = notation(call, _TABLE)
+    if rule is None or not call.arguments.get("scale_grad_by_freq", False):
+        return rule
+    factors = (replace(f, kind="whole", join="") if f.kind == "reduce" else f for f in rule.factors)
+    return replace(rule, factors=tuple(factors), emit="")
 
 
 def index(call: Call) -> NodeRule | None:

@@ -121,7 +121,16 @@ class _Proof:
             figures, measure = self._decided(figures, exact, near), _EXACT
         if wrong or figures.failure:
             fault = self._fault(figures, wrong, measure)
+        elif self.measure.dtype is not None:  # so far only its program stood for the model
+            fault = self._capture_fault()
         return self._evidence(figures, fault)
+
+    def _capture_fault(self) -> str | None:
+        """Why the program is not the model in the model's own dtype; None when it is."""
+        whole = self.runs.case.whole
+        kinds = {p.dtype for p in whole.parameters() if p.is_floating_point()}
+        coarsest = max(kinds or {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
+        return self.runs.capture_fault(_UNSURE, _measure(coarsest).tolerance) or None
 
     def _exact(self, near: Set[Compared]) -> Figures | None:
         """The figures in float64; None, with a note, where there are none to be had."""

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError, PlanError
@@ -23,7 +24,7 @@ from autotp.program import Program
 from autotp.run.function import duplicate, function
 from autotp.run.layer import Baked, Layer, identity, layer_class
 from autotp.run.source import source
-from autotp.run.variant import Graphs, Signature, Variant, key_of
+from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
 
 __all__ = ["Layer", "MakeVariant", "ShardedModel", "State"]
@@ -40,6 +41,7 @@ MakeVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]
 class State:
     """What a sharded model knows beside its parameters.
 
+    - `mode`: of the whole model and its submodules, as of the last call that was not compiled.
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
     """
 
@@ -47,6 +49,7 @@ class State:
     rank: int
     device: torch.device
     make_variant: MakeVariant
+    mode: str
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
     imagined: bool = False
 
@@ -69,7 +72,8 @@ class ShardedModel(Baked):
 
     Made by `autotp.parallelize`. `isinstance(sharded, type(model))` holds too.
 
-    - `train()` and `eval()` switch the whole model. A plan without training holds no gradients.
+    - `train()` and `eval()` switch the whole model, those of a part (a norm, a dropout) the part.
+      A plan without training holds no gradients.
     - Inputs not seen before are captured on first use; `prepare(**inputs)` does so beforehand.
     - Only the whole model can be called; its submodules hold parameters, hooks and configuration.
     """
@@ -148,6 +152,7 @@ class ShardedModel(Baked):
             model._refuse_gradients("train() was called")
         for module in self.modules():
             module.training = mode
+        model.sharded_state.mode = mode_of(model)
         return self
 
     def requires_grad_(self: T, requires_grad: bool = True) -> T:
@@ -205,7 +210,9 @@ class ShardedModel(Baked):
             if found is None:
                 # a compiler that falls back to eager code here must not trace what captures
                 make = cast("MakeVariant", torch.compiler.disable(self.sharded_state.make_variant))
-                make(self, self.sharded_signature.spelled(inputs))
+                # what a capture saves for a backward pass is nobody's to recompute or to store
+                with saved_tensors_hooks(_untouched, _untouched):
+                    make(self, self.sharded_signature.spelled(inputs))
                 found = self._find(key, inputs)
         if found is None:
             raise CaptureError(
@@ -220,7 +227,9 @@ class ShardedModel(Baked):
         )
 
     def _key(self, inputs: Mapping[str, Any]) -> str:
-        return key_of(self.sharded_signature.model, inputs, self.training)
+        if not torch.compiler.is_compiling():  # a compiler guards on the words, not on each module
+            self.sharded_state.mode = mode_of(self)
+        return key_of(self.sharded_signature.model, inputs, self.sharded_state.mode)
 
     def _known(self, key: str | None) -> Variant:
         variants = self.sharded_state.all()
@@ -255,6 +264,10 @@ class ShardedModel(Baked):
         )
 
 
+def _untouched(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 @functools.cache
 def model_class(original: type[nn.Module]) -> type[ShardedModel]:
     """The class of sharded models of class `original`, with its signature."""
@@ -266,5 +279,5 @@ def model_class(original: type[nn.Module]) -> type[ShardedModel]:
     forward = FunctionType(call.__code__.replace(), call.__globals__, "forward")
     forward.__doc__ = original.forward.__doc__
     setattr(forward, "__signature__", inspect.signature(original.forward))  # noqa: B010
-    own = {"forward": forward, "sharded_signature": Signature.of(original)}
-    return type(original.__name__, (ShardedModel, original), identity(original) | own)
+    own = identity(original) | {"forward": forward}
+    return type(original.__name__, (ShardedModel, original), own)

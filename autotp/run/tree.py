@@ -15,8 +15,17 @@ from torch import nn
 from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
 from autotp.run.model import MakeVariant, ShardedModel, State, model_class
+from autotp.run.variant import Signature, mode_of
 
-__all__ = ["build_tree"]
+__all__ = ["build_tree", "refuse_sharded"]
+
+_FORWARD_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 
 
 def build_tree(
@@ -28,27 +37,44 @@ def build_tree(
     device: torch.device,
     make_variant: MakeVariant,
     imagined: bool = False,
+    baked: Iterable[int] = (),
 ) -> ShardedModel:
     """A sharded model without variants: the structure of `model` around the local `tensors`.
 
     Constraints:
     - `tensors`: one for each parameter, under any of its names, on `device`; buffers may be among
       them, the others are copied from the model.
+    - `baked`: the hooks of `model` whose work its graphs do, and which the tree does not get.
     - `imagined`: it is to be looked at, and refuses to be called.
     - Parameters require grad where the plan has a backward pass and the model's do.
     - `model` is left as it was, and no storage is shared with it.
     """
+    refuse_sharded(model)
+    memo = _parameters(model, tensors, plan.training) | _buffers(model, tensors, device)
+    tree = copy.deepcopy(model, memo)
+    tree.__class__ = model_class(type(model))
+    assert isinstance(tree, ShardedModel)
+    tree.sharded_state = State(plan, rank, device, make_variant, mode_of(model), imagined=imagined)
+    _drop_hooks(tree, baked)
+    tree.sharded_signature = Signature.of(model)
+    return tree
+
+
+def refuse_sharded(model: nn.Module) -> None:
+    """Raises PlanError for a model of which this rank holds a part only."""
     if isinstance(model, ShardedModel):
         raise PlanError(
             f"{type(model).__name__}: is sharded already (rank {model.rank} of {model.plan.tp}). "
             "Give the whole model."
         )
-    memo = _parameters(model, tensors, plan.training) | _buffers(model, tensors, device)
-    tree = copy.deepcopy(model, memo)
-    tree.__class__ = model_class(type(model))
-    assert isinstance(tree, ShardedModel)
-    tree.sharded_state = State(plan, rank, device, make_variant, imagined=imagined)
-    return tree
+
+
+def _drop_hooks(tree: nn.Module, baked: Iterable[int]) -> None:
+    """Takes the forward hooks of these numbers out of the tree."""
+    for module in tree.modules():
+        for name in _FORWARD_HOOKS:
+            for number in baked:
+                getattr(module, name).pop(number, None)
 
 
 def _parameters(

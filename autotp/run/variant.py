@@ -6,7 +6,7 @@ are free, except where a graph's guards say otherwise.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,10 +19,7 @@ from autotp.errors import CaptureError
 from autotp.program import Program, broken_guard, named_leaves
 from autotp.run.function import Function, function
 
-__all__ = ["Graphs", "Signature", "Variant", "key_of"]
-
-IGNORED: Mapping[str, object] = {"use_cache": False, "return_dict": True}
-"""Constants that say what every graph does anyway."""
+__all__ = ["Graphs", "Signature", "Variant", "key_of", "mode_of"]
 
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -48,21 +45,26 @@ class Graphs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model's forward takes: names in order, defaults, whether it takes any name at all."""
+    """What a model's forward takes: names in order, defaults, whether it takes any name at all.
+
+    - `said`: constants that every graph is captured with unless told otherwise.
+    """
 
     model: str
     names: tuple[str, ...]
     defaults: Mapping[str, object]
     takes_any: bool
+    said: Mapping[str, object]
 
     @staticmethod
-    def of(model: type[nn.Module]) -> "Signature":
-        """The signature of the forward of `model`."""
-        parameters = list(inspect.signature(model.forward).parameters.values())[1:]
+    def of(model: nn.Module) -> "Signature":
+        """The signature of the forward of `model`'s class, under the model's own configuration."""
+        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        names = tuple(p.name for p in named)
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return Signature(model.__name__, tuple(p.name for p in named), defaults, takes_any)
+        return Signature(type(model).__name__, names, defaults, takes_any, _said(model, names))
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, without those that change nothing.
@@ -82,8 +84,12 @@ class Signature:
 
     def spelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs as a capture needs them: `use_cache=False` is said, else a cache comes out."""
-        idle = {"use_cache": False} if "use_cache" in self.names else {}
+        idle = {name: value for name, value in self.said.items() if name in self.names}
         return idle | dict(inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Signature":
+        """The signature itself: it holds no state."""
+        return self
 
     def _check_name(self, name: str, given: Mapping[str, Any]) -> None:
         if name in given:
@@ -97,11 +103,12 @@ class Signature:
             )
 
     def _is_idle(self, name: str, value: object) -> bool:
-        if value is None:
-            return True
+        """Whether the forward would take `value` for `name` without being told."""
         if not isinstance(value, CONSTANTS):
             return False
-        return _same(value, IGNORED.get(name)) or _same(value, self.defaults.get(name))
+        if name in self.said and value is not None:
+            return _same(value, self.said[name])
+        return name in self.defaults and _same(value, self.defaults[name])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,8 +154,8 @@ class Variant:
         return self
 
 
-def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
-    """The key of a call: tensors by name, constants with their value, then the mode.
+def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
+    """The key of a call: tensors by name, constants with their value, then the mode (`mode_of`).
 
     A tensor whose gradient is wanted says so: ranks must then join that gradient too.
 
@@ -169,7 +176,39 @@ def key_of(model: str, inputs: Mapping[str, Any], training: bool) -> str:
                 "(also in tuples, lists and dicts), numbers, strings and dtypes, and no cache of "
                 "keys and values yet. Pass one of those; instead of a cache, all words so far."
             )
-    return f"{', '.join(sorted(words))} · {'train' if training else 'eval'}"
+    return f"{', '.join(sorted(words))} · {mode}"
+
+
+def mode_of(model: nn.Module) -> str:
+    """The mode of a model: `train` or `eval`, then the submodules that are in the other one.
+
+    Example: `"train, encoder eval"` where a part was frozen by `model.encoder.eval()`.
+    """
+    return ", ".join([_word(model), *(f"{path} {_word(m)}" for path, m in _switched(model, ""))])
+
+
+def _switched(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The submodules that are not in the mode of the module around them."""
+    for name, child in module.named_children():
+        if child.training != module.training:
+            yield f"{path}{name}", child
+        yield from _switched(child, f"{path}{name}.")
+
+
+def _word(module: nn.Module) -> str:
+    return "train" if module.training else "eval"
+
+
+def _said(model: nn.Module, names: tuple[str, ...]) -> dict[str, object]:
+    """What a configuration makes of arguments: no cache is asked for, outputs have names."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    said: dict[str, object] = {}
+    if "use_cache" in names and (hasattr(config, "use_cache") or hasattr(text, "use_cache")):
+        said["use_cache"] = False
+    if getattr(config, "return_dict", False) is True:
+        said["return_dict"] = True
+    return said
 
 
 def _same(value: object, other: object) -> bool:

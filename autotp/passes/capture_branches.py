@@ -1,0 +1,121 @@
+"""What the model's Python code decides by a size that torch.export traces as 2 or more.
+
+Torch takes a free size for at least 2, so that `x.shape[0] == 1` is false without any guard. The
+graph is then the wrong one at size 1. What the code asked, and was told, is kept as a guard of our
+own, where the answer would be another one for a size of 1.
+"""
+
+# pyright: reportPrivateUsage=false
+# the frame that asks is nowhere public, nor is a size's first name
+
+import os
+import re
+import sys
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
+from types import FrameType
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils._sympy.printers import PythonPrinter
+
+from autotp.program import Guard
+
+__all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
+
+# Any: sympy has no types.
+Branch: TypeAlias = tuple[Any, bool]
+"""A condition on sizes, with the answer that the code was given."""
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_WRAPPERS = os.path.join(_TORCH, "__init__.py")  # where a truth of a size asks `size != 0`
+_LAYERS = os.path.join(_TORCH, "nn", "")  # layers are models' code, whoever wrote them
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+
+
+@contextmanager
+def branches() -> Generator[list[Branch]]:
+    """The conditions on sizes by which the model's own code branches meanwhile.
+
+    Constraints: what torch asks for its own ends (strides, broadcasting) does not count.
+    """
+    found: list[Branch] = []
+    truth = torch.SymBool.__bool__
+
+    def noted(self: torch.SymBool) -> bool:
+        condition = self.node.expr
+        answer = truth(self)
+        if outside_torch(sys._getframe(1)) is not None:
+            found.append((condition, answer))
+        return answer
+
+    torch.SymBool.__bool__ = noted
+    try:
+        yield found
+    finally:
+        torch.SymBool.__bool__ = truth
+
+
+def outside_torch(frame: FrameType | None) -> FrameType | None:
+    """The frame that asks, if it is no code of torch's tracing; torch's layers are not either."""
+    while frame is not None and frame.f_code.co_filename == _WRAPPERS:
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return None if file.startswith(_TORCH) and not file.startswith(_LAYERS) else frame
+
+
+def semantic_guards(
+    found: list[Branch], exported: ExportedProgram, where: Mapping[str, str]
+) -> Iterator[Guard]:
+    """A guard for each condition which a size of 1 turns round.
+
+    Constraints: `where`: for each tensor input of `exported`, in its order, how guards spell it.
+    """
+    sources = _sources(exported, list(where.values()))
+    for condition, answer in dict.fromkeys([*found, *_squeezed(exported)]):
+        names = [str(s) for s in condition.free_symbols]
+        if names and all(n in sources for n in names) and _turns(condition, answer):
+            text = PythonPrinter().doprint(condition)
+            code = _SYMBOL.sub(lambda m: sources.get(m[0], m[0]), text)
+            yield Guard(f"({code})" if answer else f"not ({code})", _input_of(sources[names[0]]))
+
+
+def _squeezed(exported: ExportedProgram) -> Iterator[Branch]:
+    """That sizes are not 1 of dims which would be dropped if they were."""
+    squeeze = torch.ops.aten.squeeze
+    for module in exported.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if getattr(node.target, "overloadpacket", None) is squeeze:
+                shape = node.args[0].meta["val"].shape
+                dims = node.args[1] if len(node.args) > 1 else list(range(len(shape)))
+                sizes = [shape[d] for d in (dims if isinstance(dims, list | tuple) else [dims])]
+                symbolic = (cast("Any", s == 1) for s in sizes if isinstance(s, torch.SymInt))
+                yield from ((is_one.node.expr, False) for is_one in symbolic)
+
+
+def _sources(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
+    """How guards spell each symbol: as a size of the first input that has it."""
+    given = set(exported.graph_signature.user_inputs)
+    inputs = [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in given]
+    tensors = [n.meta["val"] for n in inputs if isinstance(n.meta["val"], torch.Tensor)]
+    sources: dict[str, str] = {}
+    for spelled, tensor in zip(where, tensors, strict=True):
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt):
+                for name in (size.node._expr, size.node.expr):  # before and after torch unified it
+                    sources.setdefault(str(name), f"{spelled}.size()[{dim}]")
+    return sources
+
+
+def _input_of(source: str) -> str:
+    return source.split("'")[1]
+
+
+def _turns(condition: Any, answer: bool) -> bool:  # noqa: ANN401 sympy has no types
+    """Whether some sizes of 1 may make the condition come out otherwise."""
+    symbols = sorted(condition.free_symbols, key=str)
+    ones = [of for n in range(1, len(symbols) + 1) for of in combinations(symbols, n)]
+    return any(condition.subs(dict.fromkeys(of, 1)) != answer for of in ones)
