@@ -164,9 +164,11 @@ class _Maker:
         if not (factor.block or factor.aligned):
             return True
         cuts = [cut for cut in self._cuts(factor, partition) if cut]
-        lengths = [cut.local_length(r, self.tp) for cut in cuts for r in range(self.tp)]
+        known = [cut for cut in cuts if cut.is_known]
+        lengths = [cut.local_length(r, self.tp) for cut in known for r in range(self.tp)]
         aligned = not factor.aligned or all(n % ALIGNED == 0 for n in lengths)
-        return aligned and (not factor.block or all(cut.is_block(self.tp) for cut in cuts))
+        blocks = all(cut.is_known and cut.is_block(self.tp) for cut in cuts)
+        return aligned and (blocks or not factor.block)
 
     def _dims(self, slot: int) -> tuple[Dim, ...]:
         return self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]

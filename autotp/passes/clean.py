@@ -3,7 +3,7 @@
 Sizes are never ordered: they are symbols, and a comparison would specialise them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -22,9 +22,18 @@ DROPOUTS = (
     aten.feature_alpha_dropout.default,
 )
 
+DEFINED: Mapping[object, Any] = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+}
+"""What holds whatever was in memory, and what stands for it: no two runs would compare."""
+
 
 def clean(graph: fx.Graph) -> None:
     """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfolds copies.
+
+    What holds undefined values holds zeros.
 
     Constraints:
     - No op of `graph` works in place.
@@ -37,6 +46,9 @@ def clean(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.view_as.default):
         node.target = aten.reshape_as.default  # a shard may have strides that no view allows
     for node in list(graph.nodes):
+        if node.target in DEFINED:
+            node.target = DEFINED[node.target]
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "memory_format"}
         if node.op == "call_function" and DOES_NOTHING.get(node.target, _never)(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)

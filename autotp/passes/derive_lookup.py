@@ -59,7 +59,9 @@ def index(call: Call) -> NodeRule | None:
 def _indexed(dim: Dim, at: int, *, table: bool) -> Factor:
     """The looked-up dim: rows of a table that another rank holds count as zero there."""
     slots: tuple[Slot, ...] = ((0, at),)
-    return Factor("reduce", dim, slots, "sum") if table else Factor("whole", dim, slots)
+    if table:
+        return Factor("reduce", dim, slots, "sum", block=True)
+    return Factor("whole", dim, slots)
 
 
 def _counts(index: torch.Tensor) -> bool:
