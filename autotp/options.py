@@ -89,12 +89,20 @@ class Options:
 
     def reduce(self) -> torch.dtype | None:
         """The dtype that sums over the group are made in, None for the values' own."""
-        return _floating("reduce_dtype", self.reduce_dtype, "the values' own")
+        given: object = self.reduce_dtype
+        found: object = getattr(torch, given, None) if isinstance(given, str) else given
+        if given is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+            return cast("torch.dtype | None", found)
+        what = "holds no fractions" if isinstance(found, torch.dtype) else "is no dtype of torch"
+        raise PlanError(
+            f"option reduce_dtype: {given!r} {what}. Give one such as 'float32', or None for the "
+            "values' own."
+        )
 
     def state(self) -> str | None:
         """The dtype of the optimizer's state by its name, None for the parameters' own."""
-        found = _floating("state_dtype", self.state_dtype, "the parameters' own")
-        return None if found is None else str(found).removeprefix("torch.")
+        self._check_kind("state_dtype", torch.dtype | str | None, "Give one such as 'float32'.")
+        return None if self.state_dtype is None else str(self.state_dtype).removeprefix("torch.")
 
     def _check_mappings(self) -> None:
         for name in ("example_inputs", "overrides"):
@@ -154,17 +162,6 @@ def check_proof(dtype: object, seed: object) -> None:
         )
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise PlanError(f"seed={seed!r}: must be a whole number, such as seed=0.")
-
-
-def _floating(option: str, given: object, otherwise: str) -> torch.dtype | None:
-    """The dtype that is given by itself or by its name."""
-    found: object = getattr(torch, given, None) if isinstance(given, str) else given
-    if given is None or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return cast("torch.dtype | None", found)
-    what = "holds no fractions" if isinstance(found, torch.dtype) else "is no dtype of torch"
-    raise PlanError(
-        f"option {option}: {given!r} {what}. Give one such as 'float32', or None for {otherwise}."
-    )
 
 
 def _check_input(name: str, value: object) -> None:
