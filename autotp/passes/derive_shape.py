@@ -158,7 +158,7 @@ def repeat(call: Call) -> NodeRule | None:
 
 
 def repeat_each(call: Call) -> NodeRule | None:
-    """Elements of one dim are repeated next to each other: the copies are a whole minor axis."""
+    """Elements of one dim are repeated next to each other: the copies are a minor axis."""
     if not isinstance(call.arguments.get("repeats"), int) or call.arguments.get("dim") is None:
         return None
     dims = call.operands[0]
@@ -167,8 +167,10 @@ def repeat_each(call: Call) -> NodeRule | None:
     results = tuple(d + extra if j == at else d for j, d in enumerate(dims))
     factors = [Factor("pass", d, ((0, j), (~0, j))) for j, d in enumerate(dims) if d]
     if extra:
-        factors.append(Factor("whole", extra, ((~0, at),)))
-    return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=call.row.emit)
+        factors.append(Factor("pass", extra, ((~0, at),)))
+    told = {"copies": (extra,)}
+    emit = call.row.emit
+    return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=emit, extra=told)
 
 
 def pair(call: Call) -> NodeRule | None:

@@ -164,7 +164,8 @@ def squeeze(site: Site) -> fx.Node:
 
 
 def repeats(site: Site) -> fx.Node:
-    """Repeated elements: how many there are in all follows from this rank's share."""
+    """Repeated elements: this rank's share of the copies; how many there are in all follows."""
+    site.give("repeats", local_length(site.use.rule.extra["copies"][0], site))
     site.give("output_size", None)
     return site.plain()
 

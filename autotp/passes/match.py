@@ -304,8 +304,33 @@ class _Finder:
             if joined >= set(out.pair_of.values()):
                 break
             out.pairs = [p for p in out.pairs if p in joined]
-        out.home = {n: self._home(n, pair) for n, pair in out.pair_of.items()}
-        out.pairs = [p for p in out.pairs if p in set(out.pair_of.values())]
+        beside = {n: self._beside(n, p, out.pairs, weight) for n, p in out.pair_of.items()}
+        settled = set(out.pair_of.values())
+        out.pairs = [p for p in out.pairs if p in settled or _joins(p, beside)]
+        for name, pair in out.pair_of.items():
+            mine = (pair, *(p for p in beside[name] if p in out.pairs))
+            out.home[name] = tuple(a for p in mine for a in self._home(name, p))
+
+    def _beside(
+        self,
+        name: str,
+        settled: AxisPair,
+        pairs: list[AxisPair],
+        weight: Mapping[AxisPair, Fraction | int],
+    ) -> list[AxisPair]:
+        """Other pairs of a parameter, in segments of a fused dim that lack the settled pair's
+        axes: attention and MLP in one projection.
+        """
+        dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
+        sums = (a for dim in dims for a in self.forest.flat(dim) if a.segments is not None)
+        sections = [set(self.forest.leaves(s)) for a in sums for s in self.forest.sections(a)]
+        kept = [settled]
+        for pair in sorted(pairs, key=lambda p: (-weight[p], p.axes[0].number)):
+            if name in pair.openers or name in pair.closers:
+                taken = {a for p in kept for a in p.axes}
+                own = any(s & set(pair.axes) and not s & taken for s in sections)
+                kept += [pair] if own and not pair.vocabulary else []
+        return kept[1:]
 
     def _settled(
         self, pairs: list[AxisPair], weight: Mapping[AxisPair, Fraction | int]
@@ -346,6 +371,13 @@ class _Finder:
         sizes = [self.forest.size(s).coefficient for s in sections]
         shares = [self._share(s, axes) for s in sections]
         return Fraction(sum(n * s for n, s in zip(sizes, shares, strict=True))) / max(sum(sizes), 1)
+
+
+def _joins(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
+    """Whether a pair has an opener and a closer beside the pairs that these have settled in."""
+    return all(
+        any(pair in beside.get(n, ()) for n in names) for names in (pair.openers, pair.closers)
+    )
 
 
 def _is_lookup(use: Use, k: int) -> bool:
