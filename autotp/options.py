@@ -69,7 +69,7 @@ class Options:
         """The same options, with the plan that a path names."""
         if self.plan is None or isinstance(self.plan, Plan):
             return self
-        return replace(self, plan=Plan.from_json(Path(self.plan)))
+        return replace(self, plan=Plan.from_json(self.plan))
 
     def __post_init__(self) -> None:
         """Refuse values that no plan can have."""

@@ -60,7 +60,7 @@ from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing, data_sizes
 from autotp.terms import Constraint, Terms
-from autotp.whole import check_values, is_meta, skeleton, valueless, whole_of
+from autotp.whole import check_values, device_of, is_meta, skeleton, valueless, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
@@ -161,7 +161,7 @@ def verify(
     made = work.made(tp, "tp")
     for name, tensor in work.whole.parameters.items():
         check_values(name, tensor, torch.device("cpu"))
-    ranks = [work.built(made, Group("tp", tp, r, _device(model))) for r in range(tp)]
+    ranks = [work.built(made, Group("tp", tp, r, device_of(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
     evidence = prove(
         model,
@@ -338,7 +338,7 @@ class _Work:
             modes = {path: module.training for path, module in sharded.named_modules()}
             for path, module in bare.named_modules():
                 module.training = modes.get(path, sharded.training)
-            work = _Work(bare, options, valueless(inputs, _device(bare)))
+            work = _Work(bare, options, valueless(inputs, device_of(bare)))
             made = work.made(where.size, where.name)
             sharded.add_variant(
                 work._key(), work.program, made.layers(device, where.rank), made.plan
@@ -393,10 +393,6 @@ def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -
     if is_meta(model):
         return capture(skeleton(model), valueless(inputs, torch.device("cpu")), gradients=gradients)
     return capture(model, inputs, gradients=gradients)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _real(where: Group) -> bool:

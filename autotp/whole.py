@@ -14,7 +14,16 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import WeightsError
 
-__all__ = ["Whole", "check_values", "fingerprint", "is_meta", "skeleton", "valueless", "whole_of"]
+__all__ = [
+    "Whole",
+    "check_values",
+    "device_of",
+    "fingerprint",
+    "is_meta",
+    "skeleton",
+    "valueless",
+    "whole_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,11 @@ def skeleton(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = _hollow(buffer)
     return copy.deepcopy(model, memo)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's first parameter is; the CPU if it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def is_meta(model: nn.Module) -> bool:

@@ -235,7 +235,10 @@ def test_verify_writes_its_evidence_as_json(
     assert [(2, True), (4, True)] == [(e["tp"], e["ok"]) for e in found]
 
 
-def test_rules_lists_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rules_lists_every_op(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
     assert 0 == cli.main(["rules"])
     assert "aten.linear.default" in capsys.readouterr().out
 

@@ -69,7 +69,7 @@ def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
         PlanError, lambda: autotp.plan(hand[0], 1024, example_inputs=hand[1], strict=True)
     )
 
-    says(message, "HandGPT", "holds 100 % of the parameter bytes whole", "Choose a tp that")
+    says(message, "HandGPT", "holds 100 % of the parameter bytes whole", "Choose a smaller tp")
 
 
 def test_without_processes_the_line_that_starts_them_is_told(hand: Hand) -> None:

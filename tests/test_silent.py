@@ -1,7 +1,7 @@
 """What a second stranger broke: numbers that were wrong in silence; each right or refused since."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -333,3 +333,33 @@ def test_a_first_call_inside_a_checkpoint_captures() -> None:
     assert 2 == len(sharded.variants)
     torch.testing.assert_close(one.grad, other.grad)
     torch.testing.assert_close(sharded.up.weight.grad, model.up.weight.grad)
+
+
+class Cubed(torch.autograd.Function):
+    """A backward by hand that is the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * 3 * x**2
+
+
+class Curved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(cast("Tensor", Cubed.apply(self.up(x))))
+
+
+def test_a_backward_by_hand_that_is_the_derivative_is_no_loss() -> None:
+    evidence = autotp.verify(Curved(), 2, example_inputs={"x": torch.randn(2, 3, 8)}, training=True)
+
+    assert evidence.ok
+    assert 0.0 < max(evidence.gradients.values()) < 1e-5

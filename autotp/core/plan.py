@@ -7,7 +7,6 @@ on, and nothing that only tells how it was found.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Final, cast
 
 from autotp.core import describe
@@ -186,7 +185,7 @@ class Plan:
             )
         if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
             return _read(given, "plan text")
-        where = f"plan file {shorten(str(given), 80, placeholder=' …')}"
+        where = f"plan file {given if len(str(given)) < 300 else str(given)[:50] + ' …'}"
         try:
             text = Path(given).read_text(encoding="utf-8")
         except FileNotFoundError as error:

@@ -30,7 +30,7 @@ def share(size: int, parts: int, index: int) -> tuple[int, int]:
 
     [share(7, 3, k) for k in range(3)] == [(0, 3), (3, 2), (5, 2)]
     """
-    least, more = divmod(size, parts)
+    least, more = size // parts, size % parts
     return index * least + min(index, more), least + (index < more)
 
 

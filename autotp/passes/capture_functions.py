@@ -7,9 +7,9 @@ backward pass that a `torch.autograd.Function` defines by hand.
 
 import linecache
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -28,14 +28,15 @@ _OURS = ("torch.", "autotp.")  # hooks and checkpoints of torch's, collectives o
 def own_backward_refused(model: str, *, gradients: bool) -> Generator[None]:
     """Raises CaptureError at the end, if the model applied a function with a backward of its own.
 
-    Constraints: one that nothing passes a gradient to is harmless.
+    Constraints: one that nothing passes a gradient to is harmless, and so is one whose backward is
+    the derivative of its forward: both are run on random numbers and compared.
     """
-    applied: list[str] = []
+    applied: list[tuple[Any, str, tuple[Any, ...]]] = []
     own = torch.autograd.Function.__dict__["apply"]
 
     def noted(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 whatever it takes
         if not cls.__module__.startswith(_OURS) and _asks(args, kwargs):
-            applied.append(f"{cls.__qualname__}{_line()}")
+            applied.append((cls, _line(), pytree.tree_map(_drawn, args)))
         return own.__get__(None, cls)(*args, **kwargs)
 
     if gradients:
@@ -44,13 +45,96 @@ def own_backward_refused(model: str, *, gradients: bool) -> Generator[None]:
         yield
     finally:
         setattr(torch.autograd.Function, "apply", own)  # noqa: B010 as above
-    if applied:
-        raise CaptureError(
-            f"{model}: {applied[0]} is a torch.autograd.Function: torch.export keeps its forward "
-            "and loses its backward, so gradients would be wrong. Write it in differentiable ops "
-            "(x + (f(x) - x).detach() passes a gradient straight through), as a "
-            "torch.library.custom_op with register_autograd, or pass training=False."
-        )
+    for function, line, drawn in applied:
+        if not _derives(function, drawn):
+            raise CaptureError(
+                f"{model}: {function.__qualname__}{line} is a torch.autograd.Function: "
+                "torch.export keeps its forward and loses its backward, so gradients would be "
+                "wrong. Write it in differentiable ops (x + (f(x) - x).detach() passes a gradient "
+                "straight through), as a torch.library.custom_op with register_autograd, or pass "
+                "training=False."
+            )
+
+
+class _Saving:
+    """What a function's forward is given where nobody will run its backward."""
+
+    saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: object) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, _: bool) -> None:
+        pass
+
+    def mark_non_differentiable(self, *_: object) -> None:
+        pass
+
+
+class _Drawn(NamedTuple):
+    """A tensor argument to be drawn at random once the export is over."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def make(self) -> torch.Tensor:
+        if not self.dtype.is_floating_point:
+            return torch.ones(self.shape, dtype=self.dtype)
+        generator = torch.Generator().manual_seed(len(self.shape))
+        made = torch.randn(self.shape, generator=generator, dtype=torch.float64)
+        return made.requires_grad_(self.requires_grad)
+
+
+def _drawn(item: object) -> object:
+    if not isinstance(item, torch.Tensor):
+        return item
+    return _Drawn(tuple(_size(s) for s in item.shape), item.dtype, item.requires_grad)
+
+
+def _size(size: Any) -> int:  # noqa: ANN401 an int, or a SymInt while exporting
+    return size if type(size) is int else int(size.node.hint or 2)
+
+
+def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:  # noqa: ANN401 a Function's class
+    """Whether a function's backward is what autograd makes of its forward."""
+    told = function.setup_context is not torch.autograd.Function.setup_context
+    context = () if told else (_Saving(),)
+    try:
+        by_hand = _gradients(function.apply, arguments)
+        by_torch = _gradients(lambda *given: function.forward(*context, *given), arguments)
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # not to be run so: not proven
+        return False
+    return all(_equal(one, other) for one, other in zip(by_hand, by_torch, strict=True))
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _gradients(
+    run: Callable[..., Any], arguments: tuple[Any, ...]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients, of fixed weights on all outputs, at arguments drawn anew."""
+
+    def made(item: object) -> object:
+        return item.make() if isinstance(item, _Drawn) else item
+
+    with torch.enable_grad():
+        given = pytree.tree_map(made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
+        leaves = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
+        outputs = [t for t in pytree.tree_leaves(run(*given)) if isinstance(t, torch.Tensor)]
+        total = torch.zeros((), dtype=torch.float64)
+        for output in outputs:
+            if output.is_floating_point():
+                weights = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64)
+                total = total + (output.double().flatten() * weights).sum()
+        wanted = [t for t in leaves if t.requires_grad]
+        if not total.requires_grad:
+            return (None,) * len(wanted)
+        return torch.autograd.grad(total, wanted, allow_unused=True)
 
 
 def sparse_refused(model: str, graph: fx.Graph) -> None:
