@@ -78,12 +78,19 @@ def violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -
     - `only`: strategies for training to look at; default all, and those without gradients that
       training does not have.
     """
-    trained = strategies_of(case, tp, training=True) if only is None else only
+    trained = _strategies(case, tp, training=True) if only is None else only
     seen = {_forward(s) for s in trained}
-    plain = strategies_of(case, tp, training=False) if only is None else ()
+    plain = _strategies(case, tp, training=False) if only is None else ()
     laws = [_Law(case, s, tp, training=True) for s in trained]
     laws += [_Law(case, s, tp, training=False) for s in plain if _forward(s) not in seen]
     return [f"tp {tp}, {law.strategy.label}: {reason}" for law in laws for reason in law.reasons()]
+
+
+def _strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
+    """Those to look at: of sizes with a group in factors, what needs one (the rest is as at 2)."""
+    every = strategies_of(case, tp, training=training)
+    prime = all(tp % n for n in range(2, tp))
+    return every if prime else tuple(s for s in every if "/" in s.axis)
 
 
 def _forward(strategy: Strategy) -> tuple[object, ...]:

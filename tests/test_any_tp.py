@@ -13,7 +13,12 @@ from torch.nn import functional
 
 import autotp
 from autotp.core.plan import Pair, Plan
+from autotp.core.trace import Trace
 from autotp.errors import PlanError
+from autotp.options import Options
+from autotp.pipeline import _Work
+from autotp.proof import prove
+from autotp.run.group import Group
 from tests import zoo
 from tests.models import build
 
@@ -24,13 +29,26 @@ def pair_of(plan: Plan, role: str) -> Pair:
     return next(pair for pair in plan.pairs if pair.role == role)
 
 
-def proven(model: nn.Module, inputs: Mapping[str, Any], tp: int, **options: Any) -> Plan:
-    """The plan, whose model equals the whole one, gradients included."""
-    options = {"example_inputs": inputs, "training": True} | options
-    evidence = autotp.verify(model, tp, **options)
+def proven(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> Plan:
+    """The plan, whose model equals the whole one, gradients included; captured once for both."""
+    work = _Work(model, Options(example_inputs=inputs, training=True))
+    made = work.made(tp, "tp")
+    where = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
+    ranks = [work.built(made, group) for group in where]
+    evidence = prove(
+        model,
+        ranks,
+        work.inputs,
+        made.plan,
+        Trace(made.rewritten.values),
+        program=work.program,
+        gradients=True,
+        seed=0,
+        dtype=torch.float32,
+    )
 
     assert evidence.ok, evidence.notes
-    return autotp.plan(model, tp, **options)
+    return made.plan
 
 
 @pytest.mark.parametrize(

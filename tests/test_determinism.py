@@ -16,7 +16,7 @@ from tests.models import build
 from tests.spmd.tally import Tally
 
 TP = 2
-SEEDS = ("0", "1", "12345")
+SEEDS = ("0", "12345")
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "llama": {"num_hidden_layers": 1},
     "gpt_neox": {"num_hidden_layers": 1},

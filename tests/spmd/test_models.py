@@ -113,11 +113,8 @@ TWO_KV = {"num_key_value_heads": 2}
     ("name", "world", "sizes"),
     [
         ("llama", 3, ODD | {"intermediate_size": 101}),  # 8 heads in 4 groups: 2, 1, 1
-        ("bloom", 3, ODD),
-        ("t5", 3, ODD | {"d_ff": 101}),
         ("mixtral", 3, ODD),
         ("llama", 4, TWO_KV),  # each key-value head on two ranks
-        ("qwen3", 4, TWO_KV),
         ("phi3", 4, TWO_KV),
     ],
 )
