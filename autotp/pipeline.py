@@ -54,7 +54,7 @@ from autotp.passes.solve import solve
 from autotp.program import Program, tensor_leaves
 from autotp.proof import prove
 from autotp.run.blocks import take
-from autotp.run.group import Group, agree, exists, resolve
+from autotp.run.group import Group, agree, exists, meet, resolve
 from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
@@ -117,6 +117,7 @@ def parallelize(
         work = _Work(model, Options.of(**options))
         made = work.made(where.size, where.name)
     agree(where, made.plan.hash, "the plan")
+    meet(where, made.plan)
     return work.built(made, where)
 
 

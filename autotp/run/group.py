@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.core.split import Peers
+from autotp.core.plan import Plan
+from autotp.core.split import Peers, Split
 from autotp.errors import PlanError
 
-__all__ = ["Group", "agree", "among", "checked", "exists", "rank_of", "resolve", "size_of"]
+__all__ = ["Group", "agree", "among", "checked", "exists", "meet", "rank_of", "resolve", "size_of"]
 
 # Any: private to torch, and typed differently in each version.
 _registry: Any = _distributed_c10d
@@ -118,6 +119,19 @@ def among(name: str, peers: Peers) -> str:
         assert isinstance(made, dist.ProcessGroup), f"rank {parent.rank()} is not among {peers}"
         _SUBGROUPS[key] = made.group_name
     return _SUBGROUPS[key]
+
+
+def meet(group: Group, plan: Plan) -> None:
+    """Makes the sub-groups in which `plan` sums gradients: now, not in the first backward pass.
+
+    Constraints: every rank must call it, with one plan.
+    """
+    for record in plan.parameters.values() if plan.training and exists(group.name) else ():
+        if record.gradient_partial and record.split:
+            split = Split.decode(record.split)
+            found = [split.peers(piece, group.rank, group.size) for piece in split.segments]
+            for peers in dict.fromkeys(p for p in found if p.count > 1):
+                among(group.name, peers)
 
 
 _SUBGROUPS: dict[tuple[str, Peers], str] = {}
