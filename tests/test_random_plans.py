@@ -12,8 +12,10 @@ from autotp.core.placement import PARTIAL, split
 from autotp.core.rule import Factor, NodeRule
 from autotp.core.size import Size
 from autotp.core.strategy import Facts, strategies
-from tests.models import names
-from tests.random_plans import Case, made, outcomes, posed, random_problem
+from autotp.options import Options
+from autotp.pipeline import _Work
+from tests.models import build, names
+from tests.random_plans import Case, Prepared, made, outcome, outcomes, posed, random_problem
 
 TWOS = [(2, True), (4, True), (4, False)]
 THREES = [(3, True), (3, False)]
@@ -91,3 +93,19 @@ def test_a_contracted_dim_is_split_along_an_axis_that_every_segment_has() -> Non
 
     assert [split(0, axis.name)] * 2 == list(found[0].operands)
     assert (PARTIAL,) == found[0].results
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "sizes"),
+    [("llama", 4, {"num_key_value_heads": 2}), ("bloom", 3, {}), ("mixtral", 3, {})],
+)
+def test_random_plans_of_sizes_that_the_ranks_do_not_divide(
+    name: str, tp: int, sizes: dict[str, int]
+) -> None:
+    """Uneven parts and a factored group, through conversions that no cheap plan would choose."""
+    model, inputs = build(name, num_hidden_layers=1, **sizes)
+    work = _Work(model, Options(example_inputs=inputs, training=True))
+    ready = Prepared(model, inputs, work, work.posed(tp, everything=True))
+    found = [outcome(ready, Case(name, tp, True, seed)) for seed in (7000, 7001, 7002)]
+
+    assert [] == [str(one) for one in found if not one.ok]
