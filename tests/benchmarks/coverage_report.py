@@ -1,5 +1,6 @@
 """docs/coverage.md, from the lines that the coverage run wrote."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -90,5 +91,6 @@ def _line(row: Row) -> str:
 
 
 def _cell(text: str) -> str:
-    """`text` in one line that Markdown leaves alone."""
+    """`text` in one line that Markdown leaves alone, files as they are called in their packages."""
+    text = re.sub(r"[^\s(]*/site-packages/", "", text)
     return " ".join(text.split()).replace("|", "/").replace("<", "&lt;").replace("*", "\\*")
