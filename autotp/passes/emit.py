@@ -32,8 +32,8 @@ aten = torch.ops.aten
 class Site:
     """One node being written: its new arguments (already converted operands) and the new graph.
 
-    - `partition`: what its strategy cuts; `rank`: whose graph it is, which matters only where parts
-      are uneven.
+    - `partition`: what its strategy cuts; `to`: whom the graph is for (its rank matters only where
+      parts are uneven).
     """
 
     graph: fx.Graph
