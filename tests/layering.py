@@ -33,6 +33,7 @@ ALLOWED = {
     "show": BELOW | NOUNS | {"show"},
     "simulate": BELOW | NOUNS | {"run", "simulate"},
     "proof": BELOW | NOUNS | {"run", "simulate", "proof"},
+    "laws": BELOW | NOUNS | {"passes", "run", "laws"},
 }
 ALLOWED["pipeline"] = {*ALLOWED} - {"arguments"}
 ALLOWED["cli"] = {*ALLOWED}

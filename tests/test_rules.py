@@ -7,10 +7,10 @@ import transformers.integrations.moe  # noqa: F401  (registers its grouped produ
 
 from autotp.core.notation import parse
 from autotp.core.rule import Row
+from autotp.laws.rule_cases import Sample, call, cases
+from autotp.laws.rule_laws import strategies_of, violations
+from autotp.laws.rule_samples import SAMPLES, X
 from autotp.rulebook import Rulebook, load
-from tests.rule_cases import Sample, call, cases
-from tests.rule_laws import strategies_of, violations
-from tests.rule_samples import SAMPLES, X
 
 RULES = load()
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.rule_cases import Sample, call, complexes, flags, real, words
+from autotp.laws.rule_cases import Sample, call, complexes, flags, real, words
 
 X = real(6, 2, 12)
 
