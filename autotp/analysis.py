@@ -100,6 +100,14 @@ class AxisPair:
     vocabulary: bool
     interior: frozenset[str]
 
+    @property
+    def words(self) -> dict[str, str]:
+        """What each axis is called, by its own name: `kv_heads` and `heads_per_kv` of a family."""
+        base = self.role.axis
+        words = [base] if len(self.axes) == 1 else [f"kv_{base}", f"{base}_per_kv"]
+        words += [f"{base}_{k}" for k in range(2, len(self.axes))]
+        return {axis.name: word for axis, word in zip(self.axes, words, strict=False)}
+
 
 @dataclass(slots=True)
 class Matching:

@@ -123,8 +123,7 @@ class AsAsked:
         axes = [axis for placement, axis in self._cuts() if self(placement)]
         if not axes:
             return _NO_SUCH_DIM[self.layout]
-        sizes = sorted({self._units(axis) for axis in axes})
-        named = f"its axis of {_either(sizes)}"
+        named = f"its axis {self._either(axes)}"
         fitting = sorted({n for axis in axes for n in self._fitting(axis)})
         if self.tp in fitting:
             return f"no op that reads it can run on parts of {named}"
@@ -150,21 +149,24 @@ class AsAsked:
 
     def _offers(self, possible: Sequence[Placement]) -> list[str]:
         forest = self.layouts.analysis.forest
-        axes: dict[tuple[str, int], set[int]] = {}
+        axes: dict[tuple[str, int], list[Atom]] = {}
         for placement in possible:
             if placement.is_split:
                 cut = self.layouts.of(self.name, placement), placement.dim
                 parts = Partition.of(placement.axis).parts
-                sizes = [self._units(forest.named(p.axis)) for p in parts]
-                axes.setdefault(cut, set()).update(sizes)
+                axes.setdefault(cut, []).extend(forest.named(p.axis) for p in parts)
         cuts = (
-            f"{of} (dim {dim}, its axis of {_either(found)})" for (of, dim), found in axes.items()
+            f"{of} (dim {dim}, its axis {self._either(found)})"
+            for (of, dim), found in axes.items()
         )
         return [*cuts, "replicated"]
 
-
-def _either(sizes: Iterable[int]) -> str:
-    return " or ".join(str(size) for size in sorted(sizes))
+    def _either(self, axes: Iterable[Atom]) -> str:
+        """The axes by name and size, those in no pair by size: `heads (8) or one of 64`."""
+        words = {a: w for pair in self.layouts.matching.pairs for a, w in pair.words.items()}
+        sized = sorted((self._units(a), words.get(a.name, "")) for a in set(axes))
+        told = [f"{word} ({size})" if word else f"one of {size}" for size, word in sized]
+        return " or ".join(dict.fromkeys(told)).removeprefix("one ")
 
 
 def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:

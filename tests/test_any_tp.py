@@ -3,8 +3,7 @@
 The inputs are faults that users of other tools reported, each here as one of its kind.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,42 +12,16 @@ from torch.nn import functional
 
 import autotp
 from autotp.core.plan import Pair, Plan
-from autotp.core.trace import Trace
 from autotp.errors import PlanError
-from autotp.options import Options
-from autotp.pipeline import _Work
-from autotp.proof import prove
-from autotp.run.group import Group
 from tests import zoo
 from tests.models import build
+from tests.proven import proven
 
 ONE = {"num_hidden_layers": 1}
 
 
 def pair_of(plan: Plan, role: str) -> Pair:
     return next(pair for pair in plan.pairs if pair.role == role)
-
-
-def proven(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> Plan:
-    """The plan, whose model equals the whole one, gradients included; captured once for both."""
-    work = _Work(model, Options(example_inputs=inputs, training=True))
-    made = work.made(tp, "tp")
-    where = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
-    ranks = [work.built(made, group) for group in where]
-    evidence = prove(
-        model,
-        ranks,
-        work.inputs,
-        made.plan,
-        Trace(made.rewritten.values),
-        program=work.program,
-        gradients=True,
-        seed=0,
-        dtype=torch.float32,
-    )
-
-    assert evidence.ok, evidence.notes
-    return made.plan
 
 
 @pytest.mark.parametrize(
@@ -115,7 +88,7 @@ def test_an_override_that_forces_such_a_split_is_told_the_legal_sizes() -> None:
     with pytest.raises(PlanError) as caught:
         autotp.plan(model, 6, example_inputs=inputs, overrides={"*.o_proj": "row"})
 
-    assert "over 6 ranks: its axis of 5 or 8 has no parts for 6 ranks" in str(caught.value)
+    assert "over 6 ranks: its axis heads (5) or one of 8 has no parts for 6 ranks" in str(caught.value)
     assert "tp sizes that split it: 2, 3, 4, 5, 8. Possible for it are" in str(caught.value)
 
 

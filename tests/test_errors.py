@@ -150,7 +150,7 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
         (
             2,
             {"*.up.weight": "expert"},
-            ("blocks.0.up.weight [128, 64]", "no op chooses", "its axis of 128), row (dim 1"),
+            ("blocks.0.up.weight [128, 64]", "no op chooses", "its axis ffn (128)), row (dim 1"),
         ),
         (
             2,
@@ -160,7 +160,7 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
         (
             16,
             {"*.query.weight": "column"},
-            ("'column'", "over 16 ranks", "of 8 has no parts for 16 ranks", "split it: 2, 3, 4, 5"),
+            ("'column'", "over 16 ranks", "heads (8) has no parts for 16 ranks", "split it: 2, 3, 4, 5"),
         ),
     ],
 )

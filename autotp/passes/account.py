@@ -111,13 +111,8 @@ class _Accountant:
         return max(count, key=lambda name: count[name], default=None)
 
     def _axis_names(self, pair: AxisPair) -> dict[str, str]:
-        base = pair.role.axis
-        words = [base] if len(pair.axes) == 1 else [f"kv_{base}", f"{base}_per_kv"]
-        words += [f"{base}_{k}" for k in range(2, len(pair.axes))]
         module = _module((*pair.openers, *pair.closers))
-        return {
-            a.name: f"{module}.{w}" if module else w for a, w in zip(pair.axes, words, strict=False)
-        }
+        return {a: f"{module}.{w}" if module else w for a, w in pair.words.items()}
 
     def _name_others(self) -> None:
         """Axes in no pair are called by the first parameter's dim that has them, and its size."""

@@ -1,0 +1,67 @@
+"""A model's plan, proven: captured once, planned, built on every rank, run beside the whole one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.core.evidence import Evidence
+from autotp.core.plan import Plan
+from autotp.core.trace import Trace
+from autotp.options import Options
+from autotp.pipeline import _Work
+from autotp.proof import prove
+from autotp.run.group import Group
+from autotp.run.model import ShardedModel
+
+__all__ = ["Captured", "proven"]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A plan, its ranks, and whether they equal the whole model."""
+
+    plan: Plan
+    ranks: list[ShardedModel]
+    evidence: Evidence
+
+
+class Captured:
+    """One model under one set of options, for any number of tp."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], **options: Any) -> None:
+        """The capture of `model`; trained unless told otherwise."""
+        self.model = model
+        self.work = _Work(model, Options(**{"example_inputs": inputs, "training": True} | options))
+
+    def plan(self, tp: int) -> Plan:
+        """The plan alone."""
+        return self.work.made(tp, "tp").plan
+
+    def proof(self, tp: int) -> Proof:
+        """The plan with its ranks and the evidence about them; gradients too, where trained."""
+        made = self.work.made(tp, "tp")
+        where = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
+        ranks = [self.work.built(made, group) for group in where]
+        evidence = prove(
+            self.model,
+            ranks,
+            self.work.inputs,
+            made.plan,
+            Trace(made.rewritten.values),
+            program=self.work.program,
+            gradients=made.plan.training,
+            seed=0,
+            dtype=torch.float32,
+        )
+        return Proof(made.plan, ranks, evidence)
+
+
+def proven(model: nn.Module, inputs: Mapping[str, Any], tp: int, **options: Any) -> Plan:
+    """The plan, whose model equals the whole one, gradients included."""
+    proof = Captured(model, inputs, **options).proof(tp)
+
+    assert proof.evidence.ok, (proof.evidence.first_divergence, proof.evidence.notes)
+    return proof.plan
