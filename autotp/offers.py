@@ -1,7 +1,7 @@
 """What a group of `tp` ranks may cut beyond the axes that it divides: found from the pairs.
 
-- An axis of a pair that has a unit for every rank is cut into whole units, the first ranks holding
-  one more.
+- An axis of a pair, or the rows of a looked-up table, with a unit for every rank is cut into whole
+  units, the first ranks holding one more.
 - Fewer key-value heads than ranks: the group is factored, tp = n1 * n2; the key-value heads are cut
   in n1 parts, the query heads of each in n2, and n2 ranks hold a copy of a key-value head.
 - A fused dim with axes of several pairs side by side is cut along one axis of each.
@@ -20,11 +20,19 @@ def offered(analysis: Analysis, matching: Matching, tp: int) -> Offers:
     """The offers of all pairs at group size `tp`."""
     if tp == 1:
         return Offers()
-    axes = {a for pair in matching.pairs for a in pair.axes}
+    axes = {a for pair in matching.pairs for a in pair.axes} | set(_rows(analysis))
     uneven = frozenset(a.name for a in axes if _units(a) >= tp and _units(a) % tp)
     factors = [factored(pair, tp) for pair in matching.pairs]
     joint = [*(p for p in factors if p), *_side_by_side(analysis, matching, tp)]
     return Offers(uneven, tuple(dict.fromkeys(joint)))
+
+
+def _rows(analysis: Analysis) -> Iterator[Atom]:
+    """The rows of tables that are looked up, whatever by."""
+    for use in analysis.uses.values():
+        for factor in use.rule.factors if use.rule.emit == "lookup" else ():
+            if factor.kind == "reduce":
+                yield from analysis.forest.leaves(factor.dim)
 
 
 def factored(pair: AxisPair, tp: int) -> Partition | None:

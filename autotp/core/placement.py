@@ -110,4 +110,5 @@ CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
     ("S~", "R"): Conversion("gather_copies", "all_gather", "slice_first"),
 }
 """Every legal change of placement, by kinds (forward / backward). Absent pairs are forbidden:
-S to P would be padding with zeros, which a solver exploits; R to P serves biases only."""
+S to P would be padding with zeros, which a solver exploits; R to P serves biases, and values
+computed from parameters alone."""

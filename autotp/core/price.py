@@ -52,7 +52,7 @@ def primitives(
     """The (forward, backward) primitives of a conversion, or None if it is forbidden.
 
     - `weight`: the value is a parameter or computed from parameters alone.
-    - `keep`: the reader is a bias slot, where R may become P.
+    - `keep`: the reader is a bias slot, where R may become P, as a weight may anywhere.
     - `everything`: conversions that the search leaves out are open too.
     """
     if source == target:
@@ -60,7 +60,7 @@ def primitives(
     if source.kind == target.kind and source.dim == target.dim:
         return None  # two axes of one dim: gathered first
     conversion = CONVERSIONS.get((source.kind, target.kind))
-    if conversion is None or (target.kind == "P" and not keep):
+    if conversion is None or (target.kind == "P" and not (keep or weight)):
         return None
     if not (weight or everything) and (source.kind, target.kind) in _UNPRICED:
         return None
