@@ -380,9 +380,8 @@ class _Work:
     def _refuse_whole(self, drawn: Plan) -> None:
         if self.options.strict and drawn.tp > 1 and drawn.replicated_fraction > 0.1:
             raise PlanError(
-                f"{self.whole.name}: strict=True, and every rank holds "
-                f"{100 * drawn.replicated_fraction:.3g} % of the parameter bytes whole (more than "
-                "10 %). Choose a smaller tp, or leave strict off to see the plan."
+                f"{self.whole.name}: strict=True, and {drawn.warnings[0]}. Choose a smaller tp, or "
+                "leave strict off to see the plan."
             )
 
 

@@ -30,12 +30,42 @@ class Tables(nn.Module):
 @pytest.mark.parametrize("tp", [3, 4])
 @pytest.mark.parametrize("places", [16, 18])
 def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> None:
+    reasons = {
+        3: "it is in no pair, and tp 3 divides none of its axes (2, 32)",
+        4: "it is in no pair, and to cut it would cost a collective",
+    }
     model = Tables(places)
     randomize(model, 0)
     plan = proven(model, {"ids": torch.randint(0, 64, (2, 12))}, tp)
 
     assert plan.parameters["kinds.weight"].dim is None
+    assert reasons[tp] == plan.parameters["kinds.weight"].reason
     assert 0 == plan.parameters["places.weight"].dim
     assert 0 == plan.parameters["words.weight"].dim
     kinds = [c.kind for c in plan.collectives if c.phase == "forward"]
     assert ["all_reduce", "all_reduce", "all_gather"] == kinds
+
+
+class Tower(nn.Module):
+    """Words, and a tower for images that words alone do not climb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.tower = nn.Linear(32, 128, bias=False)
+
+    def forward(self, ids: Tensor, images: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        return self.head(x if images is None else x + self.tower(images).sum())
+
+
+def test_what_the_inputs_do_not_use_is_told_apart_from_what_stays_whole() -> None:
+    model, ids = Tower(), torch.randint(0, 64, (2, 12))
+    plan = autotp.plan(model, 2, example_inputs={"ids": ids})
+    both = autotp.plan(model, 2, example_inputs={"ids": ids, "images": torch.randn(2, 32)})
+
+    assert 0.5 == plan.unused_fraction == plan.replicated_fraction
+    assert "50 % are in parameters that these inputs do not use" in plan.warnings[0]
+    assert "50.0 % of the parameters whole, 50.0 % unused" in str(plan)
+    assert 0 == both.unused_fraction
+    assert "unused" not in str(both)

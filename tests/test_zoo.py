@@ -64,6 +64,7 @@ def test_the_page_counts_all_and_tells_failures_with_their_reason() -> None:
         "commit": "abc",
         "reason": "",
         "whole": 0.25,
+        "unused": 0.2,
         "layers": {"2/2": 2},
         "unruled": {"aten.x.default": 1},
         "output_error": 1e-7,
@@ -82,8 +83,8 @@ def test_the_page_counts_all_and_tells_failures_with_their_reason() -> None:
 
     page = coverage.report([ok, bad], wanted)
 
-    assert "| causal-lm | 2 | 3 | 1 | 0 | 1 | 1 | 1 |" in page
+    assert "| causal-lm | 2 | 3 | 1 | 0 | 1 | 1 | 0 |" in page
     assert "- b (causal-lm, tp 2): **error, capture**: CaptureError: no" in page
-    assert "| causal-lm | a | 2 | ok | 25.0% | 1e-07, 2e-07 | 2/2 ×2 |" in page
+    assert "| causal-lm | a | 2 | ok | 25.0% (20.0%) | 1e-07, 2e-07 | 2/2 ×2 |" in page
     assert "- `aten.x.default`: a" in page
     assert "commit `abc`" in page

@@ -124,6 +124,8 @@ class Plan:
       when proven optimal; `method`, `width`, `variables` say how it was solved.
     - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers".
     - `replicated_fraction`: bytes that every rank holds whole over all parameter bytes, tied once.
+    - `unused_fraction`: the part of them that the captured graph does not read: towers of inputs
+      that were not given, over all parameter bytes.
     - `unruled`: ops without a rule, as "op at module path"; they act whole.
     - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
@@ -156,6 +158,7 @@ class Plan:
     dynamic: bool
     options: Mapping[str, object]
     choices: Mapping[str, str]
+    unused_fraction: float = 0.0
 
     @property
     def hash(self) -> str:

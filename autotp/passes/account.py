@@ -62,6 +62,8 @@ class _Accountant:
         total = sum(p.bytes for p in parameters.values())
         held = sum(_held_whole(p) for p in parameters.values())
         fraction = held / total if total else 0.0
+        read = self.analysis.parameters
+        unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
         unruled = tuple(f"{n.target} at {_path(n)}" for n in self.analysis.unruled)
         program = self.analysis.program
         return Plan(
@@ -85,7 +87,7 @@ class _Accountant:
             memory=self._memory(parameters),
             replicated_fraction=fraction,
             unruled=unruled,
-            warnings=tuple(self._warnings(fraction, unruled, program.reason)),
+            warnings=tuple(self._warnings(fraction, unused, unruled, program.reason)),
             dynamic=program.dynamic,
             options={
                 "overrides": dict(asked.overrides),
@@ -97,6 +99,7 @@ class _Accountant:
             choices={
                 n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()
             },
+            unused_fraction=unused,
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────
@@ -280,11 +283,17 @@ class _Accountant:
         memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
         return {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
 
-    def _warnings(self, fraction: float, unruled: Sequence[str], reason: str) -> Iterable[str]:
+    def _warnings(
+        self, fraction: float, unused: float, unruled: Sequence[str], reason: str
+    ) -> Iterable[str]:
         if self.asked.tp > 1 and fraction > 0.1:
+            idle = (
+                f"; {100 * unused:.3g} % are in parameters that these inputs do not use: give "
+                "example_inputs that do"
+            )
             yield (
                 f"every rank holds {100 * fraction:.3g} % of the parameter bytes whole (see "
-                "'Whole on every rank'); more than 10 % wastes memory"
+                f"'Whole on every rank'){idle if unused else ''}; more than 10 % wastes memory"
             )
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"

@@ -77,7 +77,9 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     )
     yield "priced for", f"{sizes} on {plan.machine}"
     yield "objective", f"{plan.objective}, {_proof(plan)}"
-    yield "every rank", f"holds {share_text(plan.replicated_fraction, 1)} of the parameters whole"
+    unused = f", {share_text(plan.unused_fraction, 1)} unused" if plan.unused_fraction else ""
+    whole = share_text(plan.replicated_fraction, 1)
+    yield "every rank", f"holds {whole} of the parameters whole{unused}"
     yield "plan hash", plan.hash[:16]
 
 

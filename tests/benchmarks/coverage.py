@@ -173,6 +173,7 @@ def _proven(work: _Work, task: str, kind: str, tp: int, times: _Times) -> dict[s
         "output_error": evidence.max_rel_error,
         "gradient_error": max(evidence.gradients.values(), default=0.0),
         "whole": round(made.plan.replicated_fraction, 4),
+        "unused": round(made.plan.unused_fraction, 4),
         "layers": _layers(made.plan),
         "collectives": dict(Counter(f"{c.phase} {c.kind}" for c in made.plan.collectives)),
         "unruled": dict(Counter(entry.split(" at ")[0] for entry in made.plan.unruled)),

@@ -21,9 +21,9 @@ and exported at all (`tests/zoo.tsv`).
 Generated from a run on commit {commits} by `tests/benchmarks/coverage.py`; do not edit.
 """
 TABLE = """
-**whole** is the share of parameter bytes that every rank holds whole; **error** the largest
-relative difference of an output, and of a gradient; **collectives** is how many a layer has,
-forward/backward (`2/2 ×2`: two layers of two each).
+**whole** is the share of parameter bytes that every rank holds whole, in brackets what these
+inputs do not use (a tower for images): it does not count above; **error** the largest relative difference of an output, and of a gradient; **collectives** is how many a layer has, forward/backward
+(`2/2 ×2`: two layers of two each).
 
 | task | type | tp | result | whole | error | collectives |
 |---|---|---|---|---|---|---|"""
@@ -53,10 +53,16 @@ def _summary(rows: list[Row], wanted: list[Key]) -> list[str]:
             mine = [r for r in rows if r["tp"] == tp and task in (r["task"], "all")]
             counts = Counter(row["result"] for row in mine)
             counts["not run"] = types - len(mine)
-            large = sum(row.get("whole", 0) > 0.1 for row in mine)
+            large = sum(_needlessly(row) > 0.1 for row in mine)
             figures = " | ".join(str(counts[result]) for result in RESULTS)
             lines.append(f"| {task} | {tp} | {types} | {figures} | {large} |")
     return lines
+
+
+def _needlessly(row: Row) -> float:
+    """The share of the bytes in use that every rank holds whole."""
+    unused = row.get("unused", 0)
+    return (row.get("whole", 0) - unused) / max(1 - unused, 1e-9)
 
 
 def _failures(rows: list[Row]) -> list[str]:
@@ -87,7 +93,8 @@ def _line(row: Row) -> str:
         return f"{head} | | |"
     layers = ", ".join(f"{kind} ×{count}" for kind, count in row["layers"].items())
     errors = f"{row['output_error']:.0e}, {row['gradient_error']:.0e}"
-    return f"{head} {row['whole']:.1%} | {errors} | {layers} |"
+    unused = f" ({row['unused']:.1%})" if row.get("unused") else ""
+    return f"{head} {row['whole']:.1%}{unused} | {errors} | {layers} |"
 
 
 def _cell(text: str) -> str:
