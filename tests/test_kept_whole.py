@@ -1,4 +1,4 @@
-"""What stays whole, and what need not: tables beside tables, parameters that a graph does not use."""
+"""What stays whole, and what need not: tables beside tables, unused parameters."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.test_any_tp import proven
 
 
 class Tables(nn.Module):
-    """Words, kinds and places, added up and normed, as encoders begin; the words are the head too."""
+    """Words, kinds and places, added up and normed, as encoders begin; words are the head too."""
 
     def __init__(self, places: int) -> None:
         super().__init__()

@@ -22,8 +22,9 @@ Generated from a run on commit {commits} by `tests/benchmarks/coverage.py`; do n
 """
 TABLE = """
 **whole** is the share of parameter bytes that every rank holds whole, in brackets what these
-inputs do not use (a tower for images): it does not count above; **error** the largest relative difference of an output, and of a gradient; **collectives** is how many a layer has, forward/backward
-(`2/2 ×2`: two layers of two each).
+inputs do not use (a tower for images): it does not count above; **error** the largest relative
+difference of an output, and of a gradient; **collectives** is how many a layer has,
+forward/backward (`2/2 ×2`: two layers of two each).
 
 | task | type | tp | result | whole | error | collectives |
 |---|---|---|---|---|---|---|"""
