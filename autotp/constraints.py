@@ -156,8 +156,7 @@ class AsAsked:
                 parts = Partition.of(placement.axis).parts
                 axes.setdefault(cut, []).extend(forest.named(p.axis) for p in parts)
         cuts = (
-            f"{of} (dim {dim}, its axis {self._either(found)})"
-            for (of, dim), found in axes.items()
+            f"{of} (dim {dim}, its axis {self._either(found)})" for (of, dim), found in axes.items()
         )
         return [*cuts, "replicated"]
 

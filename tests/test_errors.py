@@ -160,7 +160,12 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
         (
             16,
             {"*.query.weight": "column"},
-            ("'column'", "over 16 ranks", "heads (8) has no parts for 16 ranks", "split it: 2, 3, 4, 5"),
+            (
+                "'column'",
+                "over 16 ranks",
+                "heads (8) has no parts for 16 ranks",
+                "split it: 2, 3, 4, 5",
+            ),
         ),
     ],
 )
