@@ -63,7 +63,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     the same way, and constants made in the forward keep their values. Of a model on meta the copy
     is on the CPU, so that its graph is the one that the model has once its weights are there.
     """
-    memo: dict[int, Any] = {id(t): torch.zeros_like(t, device="cpu") for t in _plain_metas(model)}
+    memo: dict[int, Any] = {id(t): _plain_copy(t) for t in _plain_tensors(model)}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
     for buffer in model.buffers():
@@ -81,10 +81,15 @@ def is_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def _plain_metas(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors on meta that modules hold as plain attributes, neither parameters nor buffers."""
-    held = (value for module in model.modules() for value in vars(module).values())
-    return [value for value in held if isinstance(value, torch.Tensor) and value.is_meta]
+def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors that modules hold as plain attributes, neither parameters nor buffers."""
+    held = [list(vars(module).values()) for module in model.modules()]
+    return [value for value in pytree.tree_leaves(held) if isinstance(value, torch.Tensor)]
+
+
+def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros for one on meta; else a copy without the history of the call that left it there."""
+    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
 
 
 def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:

@@ -101,12 +101,74 @@ class Rounded(Mlp):
         return self.down(Straight.apply(self.up(x)))
 
 
-def test_a_backward_written_by_hand_is_refused_where_gradients_are_wanted() -> None:
-    inputs = {"x": batch()}
-    with pytest.raises(CaptureError, match=r"Straight .*Straight\.apply\(self\.up\(x\)\)"):
-        autotp.plan(Rounded(), 2, example_inputs=inputs, training=True)
+def test_a_backward_written_by_hand_is_kept() -> None:
+    model, inputs = Rounded(), {"x": batch()}
+    evidence = autotp.verify(model, 2, example_inputs=inputs, training=True)
+    sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)
+    sharded(**inputs).sum().backward()
+    model(**inputs).sum().backward()
 
+    assert evidence.ok
+    assert model.up.weight.grad.abs().max() > 0.1
+    torch.testing.assert_close(sharded.up.weight.grad, model.up.weight.grad)
     assert autotp.verify(Rounded().eval(), 2, example_inputs=inputs).ok
+
+
+class Clipped(torch.autograd.Function):
+    """A product of two, and their sum, by a plain factor; gradients are clipped on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float, y: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y)
+        ctx.factor = factor
+        return x * y * factor, x + y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, Tensor]:
+        x, y = ctx.saved_tensors
+        product, total = (g.clamp(-0.5, 0.5) for g in gradients)
+        return product * y * ctx.factor + total, None, product * x * ctx.factor + total
+
+
+class Gated(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.up(x)
+        product, total = cast("tuple[Tensor, Tensor]", Clipped.apply(wide, 0.5, wide.sigmoid()))
+        return self.down(product + total)
+
+
+class Sized(torch.autograd.Function):
+    """Takes a size that is free while a model is exported."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor, length: int) -> Tensor:
+        return x.round() / length
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Averaged(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(cast("Tensor", Sized.apply(self.up(x), x.shape[1])))
+
+
+def test_a_function_of_several_tensors_keeps_its_backward() -> None:
+    model, inputs = Gated(), {"x": 3 * batch()}
+    sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)
+    (sharded(**inputs) ** 2).sum().backward()
+    (model(**inputs) ** 2).sum().backward()
+
+    torch.testing.assert_close(sharded.up.weight.grad, model.up.weight.grad)
+    assert autotp.verify(model, 2, example_inputs=inputs, training=True).ok
+
+
+def test_a_function_of_a_free_size_is_refused_where_gradients_are_wanted() -> None:
+    with pytest.raises(CaptureError, match=r"Sized .*Sized\.apply\(self\.up\(x\), x\.shape"):
+        autotp.plan(Averaged(), 2, example_inputs={"x": batch()}, training=True)
+
+    assert autotp.verify(Averaged().eval(), 2, example_inputs={"x": batch()}).ok
 
 
 class Words(nn.Module):
@@ -363,3 +425,12 @@ def test_a_backward_by_hand_that_is_the_derivative_is_no_loss() -> None:
 
     assert evidence.ok
     assert 0.0 < max(evidence.gradients.values()) < 1e-5
+
+
+def test_what_a_call_left_on_a_module_is_no_hindrance() -> None:
+    model, inputs = Mlp(), {"x": batch()}
+    vars(model)["last"] = [model(**inputs)]
+    evidence = autotp.verify(model, 2, example_inputs=inputs, training=True)
+
+    assert model.last[0].requires_grad
+    assert evidence.ok

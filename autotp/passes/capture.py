@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
-from autotp.passes.capture_functions import own_backward_refused, sparse_refused
+from autotp.passes.capture_functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
 from autotp.passes.capture_hooks import backward_hooks_refused, baked_hooks
 from autotp.passes.capture_inputs import (
@@ -36,6 +36,7 @@ from autotp.passes.capture_inputs import (
     positions,
     traced_at,
 )
+from autotp.passes.capture_opaque import Applied
 from autotp.passes.clean import clean, retarget
 from autotp.passes.functional import functionalise
 from autotp.program import Guard, Program, broken, named_leaves
@@ -113,11 +114,15 @@ class _Export:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One kind of call of a model: all inputs, with those that hold no tensor fixed."""
+    """One kind of call of a model: all inputs, with those that hold no tensor fixed.
+
+    `functions`: those with a backward of their own, to be exported as ops; filled as they are met.
+    """
 
     model: nn.Module
     given: Mapping[str, Any]
     gradients: bool
+    functions: dict[Applied, int] = field(default_factory=dict)
 
     def traced(self) -> list[str]:
         """The names of the inputs that hold a tensor."""
@@ -127,12 +132,13 @@ class _Call:
     @contextmanager
     def watched(self) -> Generator[tuple[list[Branch], set[int]]]:
         """What an export needs around it; by what the model's code branches, what its hooks do."""
-        refused = own_backward_refused(type(self.model).__name__, gradients=self.gradients)
+        name = type(self.model).__name__
+        kept = own_backwards_kept(name, self.functions, gradients=self.gradients)
         with (
             self.by_keyword(),
             _quiet(),
             torch.enable_grad(),  # else no_grad regions would go unseen
-            refused,
+            kept,
             branches() as found,
             baked_hooks(self.model) as baked,
         ):
@@ -195,10 +201,20 @@ def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Exp
     sized = traced_at(call.given, axes, free, positions(call.model))
     traced = {n: sized[n] for n in call.traced()}
     shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
-    with call.watched() as (found, baked):
-        program = torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
+    try:
+        program, found, baked = _watched(call, traced, shapes)
+    except CapturedAgain:  # once: all the functions of the model are known now
+        program, found, baked = _watched(call, traced, shapes)
     own = semantic_guards(found, program, {n: _spelled(call.given, n) for n in axes})
     return _Export(program, (*_guards(program), *own), frozenset(baked), free)
+
+
+def _watched(
+    call: _Call, traced: dict[str, Any], shapes: dict[str, Any] | None
+) -> tuple[ExportedProgram, list[Branch], set[int]]:
+    with call.watched() as (found, baked):
+        program = torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
+    return program, found, baked
 
 
 def _spelled(given: Mapping[str, Any], leaf: str) -> str:

@@ -18,26 +18,40 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
 from autotp.passes.capture_branches import outside_torch
+from autotp.passes.capture_opaque import Applied, Saving, opaque
 
-__all__ = ["own_backward_refused", "sparse_refused"]
+__all__ = ["CapturedAgain", "own_backwards_kept", "sparse_refused"]
 
 _OURS = ("torch.", "autotp.")  # hooks and checkpoints of torch's, collectives of our own
 
 
+class CapturedAgain(Exception):  # noqa: N818 no error: what was learnt asks for another export
+    """A function with a backward of its own was found: as an op it would keep it."""
+
+
 @contextmanager
-def own_backward_refused(model: str, *, gradients: bool) -> Generator[None]:
-    """Raises CaptureError at the end, if the model applied a function with a backward of its own.
+def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool) -> Generator[None]:
+    """Exports the functions of `kept` as ops, which have their own backward passes.
+
+    Raises CapturedAgain at the end, if the model applied another one that loses its backward, and
+    adds it to `kept` with the number of its results; CaptureError if it cannot be an op.
 
     Constraints: one that nothing passes a gradient to is harmless, and so is one whose backward is
     the derivative of its forward: both are run on random numbers and compared.
     """
-    applied: list[tuple[Any, str, tuple[Any, ...]]] = []
+    found: list[tuple[Any, str, tuple[Any, ...], Applied | None, int]] = []
     own = torch.autograd.Function.__dict__["apply"]
 
     def noted(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 whatever it takes
-        if not cls.__module__.startswith(_OURS) and _asks(args, kwargs):
-            applied.append((cls, _line(), pytree.tree_map(_drawn, args)))
-        return own.__get__(None, cls)(*args, **kwargs)
+        if cls.__module__.startswith(_OURS) or not _asks(args, kwargs):
+            return own.__get__(None, cls)(*args, **kwargs)
+        applied = None if kwargs else Applied.of(cls, args)
+        if applied is not None and applied in kept:
+            return opaque(applied, kept[applied])(*applied.given(args))
+        result = own.__get__(None, cls)(*args, **kwargs)
+        drawn = pytree.tree_map(_drawn, args)
+        found.append((cls, _line(), drawn, applied, _results(result)))
+        return result
 
     if gradients:
         setattr(torch.autograd.Function, "apply", classmethod(noted))  # noqa: B010 pyright: no type
@@ -45,30 +59,26 @@ def own_backward_refused(model: str, *, gradients: bool) -> Generator[None]:
         yield
     finally:
         setattr(torch.autograd.Function, "apply", own)  # noqa: B010 as above
-    for function, line, drawn in applied:
-        if not _derives(function, drawn):
+    lost = [one for one in found if not _derives(one[0], one[2])]
+    for function, line, _, applied, results in lost:
+        if applied is None or not results:
             raise CaptureError(
                 f"{model}: {function.__qualname__}{line} is a torch.autograd.Function: "
                 "torch.export keeps its forward and loses its backward, so gradients would be "
-                "wrong. Write it in differentiable ops (x + (f(x) - x).detach() passes a gradient "
+                "wrong; and it takes or gives more than tensors and plain values, so it cannot be "
+                "an op. Write it in differentiable ops (x + (f(x) - x).detach() passes a gradient "
                 "straight through), as a torch.library.custom_op with register_autograd, or pass "
                 "training=False."
             )
+        kept[applied] = results
+    if lost:
+        raise CapturedAgain
 
 
-class _Saving:
-    """What a function's forward is given where nobody will run its backward."""
-
-    saved_tensors: tuple[Any, ...] = ()
-
-    def save_for_backward(self, *tensors: object) -> None:
-        self.saved_tensors = tensors
-
-    def set_materialize_grads(self, _: bool) -> None:
-        pass
-
-    def mark_non_differentiable(self, *_: object) -> None:
-        pass
+def _results(result: object) -> int:
+    """How many tensors a function gave; 0 if it gave anything else."""
+    given = result if isinstance(result, tuple) else (result,)
+    return len(given) if all(isinstance(one, torch.Tensor) for one in given) else 0
 
 
 class _Drawn(NamedTuple):
@@ -99,7 +109,7 @@ def _size(size: Any) -> int:  # noqa: ANN401 an int, or a SymInt while exporting
 def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:  # noqa: ANN401 a Function's class
     """Whether a function's backward is what autograd makes of its forward."""
     told = function.setup_context is not torch.autograd.Function.setup_context
-    context = () if told else (_Saving(),)
+    context = () if told else (Saving(),)
     try:
         by_hand = _gradients(function.apply, arguments)
         by_torch = _gradients(lambda *given: function.forward(*context, *given), arguments)
