@@ -20,6 +20,7 @@ __all__ = [
     "device_of",
     "fingerprint",
     "is_meta",
+    "left_behind",
     "skeleton",
     "valueless",
     "whole_of",
@@ -63,7 +64,9 @@ def skeleton(model: nn.Module) -> nn.Module:
     the same way, and constants made in the forward keep their values. Of a model on meta the copy
     is on the CPU, so that its graph is the one that the model has once its weights are there.
     """
-    memo: dict[int, Any] = {id(t): _plain_copy(t) for t in _plain_tensors(model)}
+    metas = [t for t in _plain_tensors(model) if t.is_meta]
+    memo: dict[int, Any] = {id(t): torch.zeros_like(t, device="cpu") for t in metas}
+    memo = left_behind(model) | memo
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
     for buffer in model.buffers():
@@ -87,9 +90,9 @@ def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [value for value in pytree.tree_leaves(held) if isinstance(value, torch.Tensor)]
 
 
-def _plain_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros for one on meta; else a copy without the history of the call that left it there."""
-    return torch.zeros_like(tensor, device="cpu") if tensor.is_meta else tensor.detach().clone()
+def left_behind(model: nn.Module) -> dict[int, Any]:
+    """Copies of what a call left on modules, by identity: `copy.deepcopy` refuses their history."""
+    return {id(t): t.detach().clone() for t in _plain_tensors(model) if not t.is_leaf}
 
 
 def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:

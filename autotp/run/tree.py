@@ -16,6 +16,7 @@ from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
 from autotp.run.model import MakeVariant, ShardedModel, State, model_class
 from autotp.run.variant import Signature, mode_of
+from autotp.whole import left_behind
 
 __all__ = ["build_tree", "refuse_sharded"]
 
@@ -50,7 +51,8 @@ def build_tree(
     - `model` is left as it was, and no storage is shared with it.
     """
     refuse_sharded(model)
-    memo = _parameters(model, tensors, plan.training) | _buffers(model, tensors, device)
+    memo = left_behind(model) | _buffers(model, tensors, device)
+    memo |= _parameters(model, tensors, plan.training)
     tree = copy.deepcopy(model, memo)
     tree.__class__ = model_class(type(model))
     assert isinstance(tree, ShardedModel)
