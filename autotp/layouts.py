@@ -43,7 +43,8 @@ class Layouts:
             return "norm" if self.is_norm(name) else "replicated"
         pair = self.matching.pair_of.get(name)
         axes = Partition.of(placement.axis).axes
-        if pair is not None and pair.vocabulary and {a.name for a in pair.axes} & set(axes):
+        opens = pair is not None and pair.vocabulary and name in pair.openers
+        if pair is not None and opens and {a.name for a in pair.axes} & set(axes):
             return "vocabulary"
         return "row" if self._contracted(name, axes) else "column"
 

@@ -338,9 +338,13 @@ class _Finder:
         found: dict[str, AxisPair] = {}
         for name in self.analysis.parameters:
             mine = [p for p in pairs if name in p.openers or name in p.closers]
-            closed = [p for p in mine if name in p.closers and not p.vocabulary]
-            if closed and name not in self.tables:  # the last closer's own output is no vocabulary
-                mine = closed
+            plain = [p for p in mine if not p.vocabulary]
+            closed = [p for p in plain if name in p.closers]
+            if name not in self.tables:
+                if closed:  # the last closer's own output is no vocabulary
+                    mine = closed
+                elif not any(p.vocabulary and name in p.openers for p in mine):
+                    mine = plain or mine  # what a residual that reaches an output goes into
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
             if mine:
                 found[name] = mine[0]

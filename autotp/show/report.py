@@ -80,7 +80,20 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     unused = f", {share_text(plan.unused_fraction, 1)} unused" if plan.unused_fraction else ""
     whole = share_text(plan.replicated_fraction, 1)
     yield "every rank", f"holds {whole} of the parameters whole{unused}"
+    if any(record.group != "tp" for record in plan.collectives):
+        yield "groups", _groups(plan)
     yield "plan hash", plan.hash[:16]
+
+
+def _groups(plan: Plan) -> str:
+    """Which ranks are together in each group: `tp/2:1` is every rank with its neighbour."""
+    told = [f"tp is ranks 0 to {plan.tp - 1}"]
+    for name in sorted({record.group for record in plan.collectives} - {"tp"}):
+        count, stride = map(int, name.removeprefix("tp/").split(":"))
+        firsts = [r for r in range(plan.tp) if r // stride % count == 0]
+        sets = ("+".join(str(r + k * stride) for k in range(count)) for r in firsts)
+        told.append(f"{name} is {', '.join(sets)}")
+    return "; ".join(told)
 
 
 def _proof(plan: Plan) -> str:
