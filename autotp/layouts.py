@@ -62,8 +62,10 @@ class Layouts:
         if len(self.analysis.dims[(node, 0)]) != 1:
             return False
         return all(
-            self._product(use, k) is None and all(f.kind != "reduce" for f in use.rule.factors)
-            for use, k in self._readers((node, 0))
+            use.rule.ruled
+            and self._product(use, k) is None
+            and all(f.kind != "reduce" for f in use.rule.factors)
+            for use, k in self.readers((node, 0))
         )
 
     def is_bias(self, name: str) -> bool:
@@ -72,7 +74,7 @@ class Layouts:
 
     def products(self, name: str) -> list[fx.Node]:
         """The products that a parameter is only ever added to; empty if it is read otherwise."""
-        readers = self._readers((self.analysis.parameters[name], 0))
+        readers = self.readers((self.analysis.parameters[name], 0))
         found = [self._product(use, k) for use, k in readers]
         return [node for node in found if node] if None not in found else []
 
@@ -88,14 +90,14 @@ class Layouts:
         return product.node
 
     def _contracted(self, name: str, axes: tuple[str, ...]) -> bool:
-        for use, k in self._readers((self.analysis.parameters[name], 0)):
+        for use, k in self.readers((self.analysis.parameters[name], 0)):
             for factor in use.rule.factors:
                 leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}
                 if leaves.intersection(axes) and any(s == k for s, _ in factor.slots):
                     return factor.kind == "reduce"
         return False
 
-    def _readers(self, value: Value) -> Iterator[tuple[Use, int]]:
+    def readers(self, value: Value) -> Iterator[tuple[Use, int]]:
         """Uses that read a weight, past values that are computed from parameters alone."""
         for use, k in self.consumers[value]:
             results = [(use.node, r) for r in range(len(use.rule.results))]
@@ -103,7 +105,7 @@ class Layouts:
             if not inner:
                 yield use, k
             for result in inner:
-                yield from self._readers(result)
+                yield from self.readers(result)
 
 
 def overridden(name: str, glob: str) -> bool:

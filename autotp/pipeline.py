@@ -7,8 +7,8 @@ runs them in lockstep beside the whole model.
 
 import gzip
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack, cast
 
@@ -22,6 +22,7 @@ from autotp import rulebook
 from autotp.analysis import Decision
 from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
+from autotp.core.held import much_whole
 from autotp.core.iopddl import solution_json, to_iopddl
 from autotp.core.machine import Machine, load_machine
 from autotp.core.plan import Plan
@@ -54,7 +55,7 @@ from autotp.passes.solve import solve
 from autotp.program import Program, tensor_leaves
 from autotp.proof import prove
 from autotp.run.blocks import take
-from autotp.run.group import Group, agree, exists, meet, resolve
+from autotp.run.group import Group, agree, exists, meet, resolve, together
 from autotp.run.model import ShardedModel
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
@@ -63,6 +64,8 @@ from autotp.terms import Constraint, Terms
 from autotp.whole import check_values, device_of, is_meta, skeleton, valueless, whole_of
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
+
+_LESS_WHOLE = "Choose a smaller tp, or leave strict off to see the plan."
 
 __all__ = ["dry_run", "parallelize", "plan", "verify"]
 
@@ -113,22 +116,16 @@ def parallelize(
     check_module(model, "parallelize")
     check_rank(rank)
     where = resolve(tp, mesh=mesh, group=group, rank=rank)
-    with _together(where):
+    with together(where):
         work = _Work(model, Options.of(**options))
         made = work.made(where.size, where.name)
     agree(where, made.plan.hash, "the plan")
     meet(where, made.plan)
+    if (told := much_whole(made.plan.parameters, where.size)) and (
+        where.rank == 0 or not exists(where.name)
+    ):
+        warnings.warn(f"{work.whole.name}: {told}", stacklevel=2)
     return work.built(made, where)
-
-
-@contextmanager
-def _together(where: Group) -> Generator[None]:
-    """Ranks that fail to plan say so to the others, which would wait for their plan for ever."""
-    try:
-        yield
-    except Exception as error:
-        agree(where, f"{type(error).__name__}: {error}", "the plan")
-        raise
 
 
 def verify(
@@ -255,7 +252,8 @@ class _Work:
         """The variant planned for `tp` ranks and rewritten for the group called `group`."""
         posed = self.posed(tp)
         made = self.made_of(posed, solve(posed.problem), tp, group)
-        self._refuse_whole(made.plan)
+        if self.options.strict and (told := much_whole(made.plan.parameters, tp)):
+            raise PlanError(f"{self.whole.name}: strict=True, and {told}. {_LESS_WHOLE}")
         return made
 
     def posed(self, tp: int, *, everything: bool = False) -> Posed:
@@ -282,7 +280,8 @@ class _Work:
             return self._checked(rewrite(self.analysis, decision, target), decision, tp)
 
         rewritten = rewrite_for(0)
-        found = Found(self.analysis, self.matching, decision, solution, rewritten.collectives)
+        emitted, ways = rewritten.collectives, posed.ways
+        found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
         drawn = account(self.whole, found, self.pricing, self._asked(tp))
         return Made(drawn, posed, solution, decision, rewrite_for, rewritten)
 
@@ -376,13 +375,6 @@ class _Work:
             return as_planned(plan, self.analysis)
         asked = self.options.overrides
         return as_overridden(asked, self.whole, self.analysis, self.matching, tp)
-
-    def _refuse_whole(self, drawn: Plan) -> None:
-        if self.options.strict and drawn.tp > 1 and drawn.replicated_fraction > 0.1:
-            raise PlanError(
-                f"{self.whole.name}: strict=True, and {drawn.warnings[0]}. Choose a smaller tp, or "
-                "leave strict off to see the plan."
-            )
 
 
 def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -> Program:

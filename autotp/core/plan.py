@@ -13,6 +13,7 @@ from autotp.core import describe
 from autotp.core.document import content_hash, from_text, to_text
 from autotp.core.placement import Placement
 from autotp.core.record import RecordError
+from autotp.core.split import Split
 from autotp.errors import PlanError
 
 __all__ = ["BUCKET", "CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
@@ -42,7 +43,7 @@ class ParameterRecord:
       such as `model.layers.0.self_attn.heads`; `axis_size` its size.
     - `split`: the flat form of the `core.split.Split` of `dim`; empty when whole.
     - `shards`: one entry a rank.
-    - `reason`: why every rank holds it whole; empty when it is split.
+    - `reason`: why every rank holds it whole, or some of its segments; empty when all is split.
     - `gradient_partial`: its gradient is summed over the group in the shared bucket.
     - `tied`: further names of the same tensor.
     """
@@ -61,6 +62,14 @@ class ParameterRecord:
     reason: str = ""
     gradient_partial: bool = False
     tied: tuple[str, ...] = ()
+
+    @property
+    def whole_bytes(self) -> int:
+        """The bytes that every rank holds: all, or those of segments without the axis."""
+        if self.dim is None:
+            return self.bytes
+        split = Split.decode(self.split)
+        return self.bytes * split.whole() // split.length()
 
 
 @dataclass(frozen=True, slots=True)

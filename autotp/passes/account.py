@@ -14,6 +14,7 @@ import torch
 from autotp.analysis import AxisPair, Emitted
 from autotp.core.axis import Atom, Dim
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
+from autotp.core.held import much_whole
 from autotp.core.partition import Part, Partition
 from autotp.core.placement import REPLICATED, Placement
 from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
@@ -52,7 +53,7 @@ class _Accountant:
         if through is not None:
             self.names.setdefault(through, "hidden")
         self._name_others()
-        self.reasons = Reasons(whole, found, asked, self.layouts, self.names)
+        self.reasons = Reasons(whole, found, pricing, asked, self.layouts, self.names)
         self.filed = self._filed()
 
     def plan(self) -> Plan:
@@ -60,7 +61,7 @@ class _Accountant:
         asked, solution = self.asked, self.found.solution
         parameters = {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
         total = sum(p.bytes for p in parameters.values())
-        held = sum(_held_whole(p) for p in parameters.values())
+        held = sum(p.whole_bytes for p in parameters.values())
         fraction = held / total if total else 0.0
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
@@ -87,7 +88,7 @@ class _Accountant:
             memory=self._memory(parameters),
             replicated_fraction=fraction,
             unruled=unruled,
-            warnings=tuple(self._warnings(fraction, unused, unruled, program.reason)),
+            warnings=tuple(self._warnings(parameters, unused, unruled, program.reason)),
             dynamic=program.dynamic,
             options={
                 "overrides": dict(asked.overrides),
@@ -215,7 +216,9 @@ class _Accountant:
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
             placement=(Placement(placement.kind, placement.dim, axis),),
-            reason="" if split else self.reasons.parameter(name, layout),
+            reason=self.reasons.segments(split, placement.dim, axis)
+            if split
+            else self.reasons.parameter(name, layout),
             gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
@@ -284,17 +287,19 @@ class _Accountant:
         return {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
 
     def _warnings(
-        self, fraction: float, unused: float, unruled: Sequence[str], reason: str
+        self,
+        parameters: Mapping[str, ParameterRecord],
+        unused: float,
+        unruled: Sequence[str],
+        reason: str,
     ) -> Iterable[str]:
-        if self.asked.tp > 1 and fraction > 0.1:
-            idle = (
-                f"; {100 * unused:.3g} % are in parameters that these inputs do not use: give "
-                "example_inputs that do"
-            )
-            yield (
-                f"every rank holds {100 * fraction:.3g} % of the parameter bytes whole (see "
-                f"'Whole on every rank'){idle if unused else ''}; more than 10 % wastes memory"
-            )
+        if told := much_whole(parameters, self.asked.tp):
+            yield told
+            if unused:
+                yield (
+                    f"{100 * unused:.3g} % of the parameter bytes are in parameters that these "
+                    "inputs do not use: give example_inputs that do"
+                )
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
         if reason:
@@ -315,14 +320,6 @@ def _gap(solution: Solution) -> float:
         if cost != bound:
             return (cost - bound) / max(abs(bound), 1)
     return 0.0
-
-
-def _held_whole(record: ParameterRecord) -> int:
-    """The bytes of a parameter that every rank holds: all, or the segments without the axis."""
-    if record.dim is None:
-        return record.bytes
-    split = Split.decode(record.split)
-    return record.bytes * split.whole() // split.length()
 
 
 def _fixed(program: Program) -> dict[str, int]:

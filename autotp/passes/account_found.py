@@ -3,9 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
 from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
 from autotp.core.problem import Solution
+from autotp.core.strategy import Strategy
 
 __all__ = ["Asked", "Found"]
 
@@ -28,10 +31,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the stages found out."""
+    """What the stages found out; `ways` are the strategies among which each op's was chosen."""
 
     analysis: Analysis
     matching: Matching
     decision: Decision
     solution: Solution
     collectives: Sequence[Emitted]
+    ways: Mapping[fx.Node, tuple[Strategy, ...]]

@@ -1,17 +1,31 @@
-"""Why a pair, or a parameter, stays whole on every rank: a true reason, in words."""
+"""Why a pair, or a parameter, stays whole on every rank: a true reason, in words.
 
+A reason names what stands in the way: an axis with its size, or an op with its place. Vectors that
+scale or shift and are together below `DETAIL` of the bytes are told so in one line.
+"""
+
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Final
 
 from autotp.analysis import AxisPair
 from autotp.core.axis import Atom
+from autotp.core.held import starred
+from autotp.core.partition import Partition
 from autotp.core.placement import PARTIAL, REPLICATED
+from autotp.core.split import Split
 from autotp.layouts import Layouts, overridden
 from autotp.offers import factored
 from autotp.passes.account_found import Asked, Found
+from autotp.passes.account_walk import Stop, Walk, place
+from autotp.sizes import Pricing
 from autotp.whole import Whole
 
 __all__ = ["Reasons"]
+
+DETAIL: Final = 0.001
+"""The share of the bytes, repeats over layers together, above which every reason has its place."""
 
 
 class Reasons:
@@ -21,89 +35,144 @@ class Reasons:
         self,
         whole: Whole,
         found: Found,
+        pricing: Pricing,
         asked: Asked,
         layouts: Layouts,
         names: Mapping[str, str],
     ) -> None:
-        self.whole, self.found, self.asked = whole, found, asked
+        self.whole, self.found, self.pricing, self.asked = whole, found, pricing, asked
         self.layouts, self.names = layouts, names
+        self.walk = Walk(found.analysis, layouts, found.ways)
+        self.repeated: dict[str, int] = defaultdict(int)
+        for name, tensor in whole.parameters.items():
+            self.repeated[starred(name)] += tensor.nbytes
 
     def pair(self, pair: AxisPair) -> str:
         """Why a pair stays whole, with the tp sizes that would split it."""
-        tp = self.asked.tp
-        sizes = {a: a.size.static or 0 for a in pair.axes}
-        if any(self._is_split(n) for n in (*pair.openers, *pair.closers)):
-            return "its parameters are cut along another axis"
-        if max(sizes.values()) >= tp:
-            return self._barred((*pair.openers, *pair.closers))
-        named = ", ".join(
-            f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
-        )
-        most = max(n for n in range(1, prod(sizes.values()) + 1) if _fits(pair, n))
-        return f"{named}: too few for tp {tp}; tp sizes that split it: {_up_to(most)}"
+        if self._few(pair.axes):
+            return self._too_few(pair)
+        names = (*pair.openers, *pair.closers)
+        others = [a for n in names for a in self._axes_cut(n)]
+        if others:
+            told = ", ".join(dict.fromkeys(self._called(a) for a in others))
+            return f"its parameters are cut along another axis: {told}"
+        return self._barred(max(names, key=self._size), pair.axes)
 
     def parameter(self, name: str, layout: str) -> str:
         """Why every rank holds a parameter whole."""
         if self.asked.tp == 1:
             return "there is one rank"
         if name not in self.found.analysis.parameters:
-            return "the captured graph does not use it"
+            return f"unused: no op of the captured graph ({self.asked.variant}) reads it"
         if any(self._matches(name, glob) for glob in self.asked.overrides):
             return "an override asks for it"
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
-            return self._in_pair(name, pair)
-        if self._is_added_after(name):
-            return "a row-parallel layer adds its bias once, after the sum"
-        if layout == "norm":
-            return "a norm needs its whole dim on every rank"
+            home = self.found.matching.home[name]
+            return self._too_few(pair) if self._few(home) else self._barred(name, home)
+        if product := self._added_after(name):
+            return f"bias of the row-parallel {product}: added once, after the sum"
+        if layout == "norm" and self.repeated[starred(name)] <= DETAIL * self._total():
+            return "it scales or shifts what every rank holds whole"
         return self._alone(name)
 
-    def _is_split(self, name: str) -> bool:
-        return self.found.decision.parameters.get(name, REPLICATED).is_split
+    def segments(self, split: Split, dim: int, axis: str) -> str:
+        """Why every rank holds a part of a parameter that is cut; empty if there is none."""
+        if not split.whole():
+            return ""
+        word = axis.rpartition(".")[2]
+        return (
+            f"segments of dim {dim} without {word} are whole on every rank: {split.whole()} of its "
+            f"{split.length()} elements"
+        )
 
-    def _in_pair(self, name: str, pair: AxisPair) -> str:
-        home = self.found.matching.home[name]
-        if any((a.size.static or 0) >= self.asked.tp for a in home):
-            return self._barred((name,))
-        return self.pair(pair)
+    def _few(self, axes: Sequence[Atom]) -> bool:
+        return all((a.size.static or 0) < self.asked.tp for a in axes)
 
-    def _is_added_after(self, name: str) -> bool:
-        """Whether a parameter is the bias of products that are partial sums before it is added."""
+    def _too_few(self, pair: AxisPair) -> str:
+        sizes = {a: a.size.static or 0 for a in pair.axes}
+        named = ", ".join(
+            f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
+        )
+        most = max(n for n in range(1, prod(sizes.values()) + 1) if _fits(pair, n))
+        return f"{named}: too few for tp {self.asked.tp}; tp sizes that split it: {_up_to(most)}"
+
+    def _axes_cut(self, name: str) -> tuple[str, ...]:
+        """What a parameter is cut along."""
+        return Partition.of(self.found.decision.parameters.get(name, REPLICATED).axis).axes
+
+    def _added_after(self, name: str) -> str:
+        """Where the products are that a bias is added to, if they are partial sums before it."""
         strategies = self.found.decision.strategies
         products = self.layouts.products(name) if len(self._dims(name)) == 1 else []
-        return bool(products) and all(PARTIAL in strategies[n].results for n in products)
+        partial = bool(products) and all(PARTIAL in strategies[n].results for n in products)
+        return place(products[0]) if partial else ""
+
+    def _barred(self, name: str, axes: Sequence[Atom]) -> str:
+        """Why a parameter stays whole that its pair's axes would cut."""
+        size = self._size(name)
+        least = self.asked.shard_threshold * max(t.nbytes for t in self.whole.parameters.values())
+        if size < least:
+            return f"its {size} bytes are below the threshold of {int(least)}"
+        if self.asked.overrides:
+            return "other layouts were asked for"
+        return self._ends(name, axes)
 
     def _alone(self, name: str) -> str:
         """Why a parameter of no pair stays whole: it is cut where that costs nothing."""
-        tp = self.asked.tp
         axes = [a for dim in self._dims(name) for a in self.layouts.analysis.forest.leaves(dim)]
-        if not any((a.size.static or 1) % tp == 0 and not a.data for a in axes):
+        fitting = [a for a in axes if self._divides(a)]
+        if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return f"it is in no pair, and tp {tp} divides none of its axes ({sizes})"
-        if self._size((name,)) < self._least():
-            return self._barred((name,))
-        return "it is in no pair, and to cut it would cost a collective"
+            return f"it is in no pair, and tp {self.asked.tp} divides none of its axes ({sizes})"
+        return f"it is in no pair: {self._ends(name, fitting)}"
+
+    def _divides(self, axis: Atom) -> bool:
+        size = axis.size.static
+        return size is not None and size > 1 and size % self.asked.tp == 0 and not axis.data
+
+    def _ends(self, name: str, axes: Sequence[Atom]) -> str:
+        """Where cuts of a parameter along `axes` end, those that end alike together."""
+        found: dict[str, list[str]] = defaultdict(list)
+        contains = self.layouts.analysis.forest.contains
+        for number, dim in enumerate(self._dims(name)):
+            for axis in (a for a in dict.fromkeys(axes) if contains(dim, a)):
+                found[self._end(name, number, axis)].append(f"dim {number} ({axis.size})")
+        return "; ".join(
+            f"along {' and '.join(dict.fromkeys(dims))}: {end}" for end, dims in found.items()
+        )
+
+    def _end(self, name: str, dim: int, axis: Atom) -> str:
+        """Where a cut of a dim along one axis ends."""
+        met, stop = self.walk.met(name, dim, axis), self.walk.stop(name, dim, axis)
+        if met is not None and (stop is None or stop.node is not met):
+            return f"{place(met)} meets it with what is whole"
+        if stop is None:
+            return "nothing reads it"
+        if stop.node is None:
+            return f"an output of the model needs it whole, {self._price('gather', stop)}"
+        if not stop.why:
+            return f"{place(stop.node)} leaves a partial sum, {self._price('reduce', stop)}"
+        price = f", {self._price('gather', stop)}"
+        weight = stop.value in self.found.analysis.weights
+        return f"{place(stop.node)} {stop.why}" + ("" if weight else price)
+
+    def _price(self, kind: str, stop: Stop) -> str:
+        size = self.pricing.bytes(self.found.analysis.metas[stop.value])
+        return f"an all-{kind} of {size} bytes there"
 
     def _dims(self, name: str) -> tuple[tuple[Atom, ...], ...]:
         analysis = self.found.analysis
         return analysis.dims[(analysis.parameters[name], 0)]
 
-    def _barred(self, names: Sequence[str]) -> str:
-        """Why parameters stay whole that could be cut evenly."""
-        size, least = self._size(names), self._least()
-        if size < least:
-            return f"its {size} bytes are below the threshold of {int(least)}"
-        if self.asked.overrides:
-            return "other layouts were asked for"
-        return "an op that reads it needs it whole, or joins it with pieces cut along another axis"
+    def _called(self, axis: str) -> str:
+        return self.names.get(axis, axis)
 
-    def _size(self, names: Sequence[str]) -> int:
-        return max(self.whole.parameters[n].nbytes for n in names)
+    def _size(self, name: str) -> int:
+        return self.whole.parameters[name].nbytes
 
-    def _least(self) -> float:
-        """The bytes below which a parameter is free to stay whole."""
-        return self.asked.shard_threshold * max(t.nbytes for t in self.whole.parameters.values())
+    def _total(self) -> int:
+        return sum(self.repeated.values())
 
     def _matches(self, name: str, glob: str) -> bool:
         return self.asked.overrides[glob] == "replicated" and overridden(name, glob)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import fx
 
 from autotp.analysis import Analysis, Decision, Matching, Use, Value, source_of
 from autotp.core.partition import Partition
@@ -46,6 +47,11 @@ class Posed:
     uses: dict[Any, tuple[int, tuple[Strategy, ...]]]
     delivered: dict[Value, tuple[int, tuple[Delivered, ...]]]
     prices: dict[Value, Prices]
+
+    @property
+    def ways(self) -> dict[fx.Node, tuple[Strategy, ...]]:
+        """The strategies of each op."""
+        return {node: domain for node, (_, domain) in self.uses.items()}
 
 
 def pose(analysis: Analysis, matching: Matching, terms: Terms) -> Posed:

@@ -8,6 +8,8 @@ in the world: with two replicas of tp 2, world ranks 1 and 3 may be one group.
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -22,7 +24,18 @@ from autotp.core.plan import Plan
 from autotp.core.split import Peers, Split
 from autotp.errors import PlanError
 
-__all__ = ["Group", "agree", "among", "checked", "exists", "meet", "rank_of", "resolve", "size_of"]
+__all__ = [
+    "Group",
+    "agree",
+    "among",
+    "checked",
+    "exists",
+    "meet",
+    "rank_of",
+    "resolve",
+    "size_of",
+    "together",
+]
 
 # Any: private to torch, and typed differently in each version.
 _registry: Any = _distributed_c10d
@@ -119,6 +132,16 @@ def among(name: str, peers: Peers) -> str:
         assert isinstance(made, dist.ProcessGroup), f"rank {parent.rank()} is not among {peers}"
         _SUBGROUPS[key] = made.group_name
     return _SUBGROUPS[key]
+
+
+@contextmanager
+def together(where: Group) -> Generator[None]:
+    """Ranks that fail to plan say so to the others, which would wait for their plan for ever."""
+    try:
+        yield
+    except Exception as error:
+        agree(where, f"{type(error).__name__}: {error}", "the plan")
+        raise
 
 
 def meet(group: Group, plan: Plan) -> None:

@@ -7,9 +7,10 @@ Two entries are one when everything about them is equal but the numbers in their
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from autotp.core.held import starred
 from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan
 
 __all__ = [
@@ -76,7 +77,7 @@ def pair_rows(plan: Plan) -> list[PairRow]:
 
     def alike(pair: Pair) -> Hashable:
         sizes = (pair.role, pair.size, pair.local_sizes, pair.expression, pair.split)
-        return (*sizes, _starred(pair.module), layouts[pair.axis], tallies[pair.axis])
+        return (*sizes, starred(pair.module), layouts[pair.axis], tallies[pair.axis])
 
     return [
         PairRow(
@@ -91,9 +92,11 @@ def pair_rows(plan: Plan) -> list[PairRow]:
 
 
 def whole_rows(plan: Plan) -> list[ParameterRow]:
-    """What every rank holds whole: one row a layout and reason."""
-    whole = [record for record in plan.parameters.values() if record.dim is None]
-    return [_parameter_row(g) for g in _grouped(whole, lambda r: (r.layout, r.reason))]
+    """What every rank holds whole, or segments of it: one row a layout and reason."""
+    whole = [r for r in plan.parameters.values() if r.dim is None or r.whole_bytes]
+    groups = _grouped(whole, lambda r: (r.layout, starred(r.reason)))
+    rows = [replace(_parameter_row(g), bytes=sum(r.whole_bytes for r in g)) for g in groups]
+    return sorted(rows, key=lambda row: -row.bytes)
 
 
 def other_rows(plan: Plan) -> list[ParameterRow]:
@@ -101,7 +104,7 @@ def other_rows(plan: Plan) -> list[ParameterRow]:
     owners = {_module(name) for pair in plan.pairs for name in (*pair.openers, *pair.closers)}
     others = [r for r in plan.parameters.values() if r.dim is not None]
     others = [r for r in others if not owners & {_module(name) for name in (r.name, *r.tied)}]
-    groups = _grouped(others, lambda r: (_starred(r.name), r.layout, r.dim, r.shape, r.shards))
+    groups = _grouped(others, lambda r: (starred(r.name), r.layout, r.dim, r.shape, r.shards))
     return [_parameter_row(group) for group in groups]
 
 
@@ -109,7 +112,7 @@ def collective_rows(plan: Plan) -> list[CollectiveRow]:
     """One row a distinct collective: forward before backward, else in program order."""
 
     def alike(record: CollectiveRecord) -> Hashable:
-        return (record.phase, record.kind, record.payload_bytes, _starred(record.where))
+        return (record.phase, record.kind, record.payload_bytes, starred(record.where))
 
     rows = [
         CollectiveRow(
@@ -125,7 +128,7 @@ def collective_rows(plan: Plan) -> list[CollectiveRow]:
 
 
 def _parameter_row(group: list[ParameterRecord]) -> ParameterRow:
-    alike = _grouped(group, lambda record: _starred(record.name))
+    alike = _grouped(group, lambda record: starred(record.name))
     paths = tuple(pattern([record.name for record in records]) for records in alike)
     return ParameterRow(len(group), group[0], paths, sum(record.bytes for record in group))
 
@@ -163,7 +166,7 @@ def _short(name: str, module: str) -> str:
     """`name` seen from `module`, without the `.weight` or `.bias` that says nothing."""
     owner = _module(name)
     inner = owner.removeprefix(f"{module}.") if module else owner
-    return _starred(inner.rsplit(".", 1)[-1] if inner == module else inner)
+    return starred(inner.rsplit(".", 1)[-1] if inner == module else inner)
 
 
 def _module(name: str) -> str:
@@ -177,10 +180,6 @@ def _prefixes(where: str) -> Iterator[str]:
     while path:
         yield path
         path = path.rpartition(".")[0]
-
-
-def _starred(path: str) -> str:
-    return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:

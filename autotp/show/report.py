@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotp.core import describe
+from autotp.core.held import starred
 from autotp.core.plan import BUCKET, Plan
 from autotp.show.distinct import (
     PairRow,
@@ -173,7 +174,8 @@ def _whole(plan: Plan) -> RenderableType | None:
         return None
     table = titled_table("Whole on every rank", ["×", "bytes", "parameters"], right=("bytes",))
     for row in rows:
-        why = f"{row.first.layout}: {row.first.reason}" if row.first.reason else row.first.layout
+        reason = row.first.reason if row.count == 1 else starred(row.first.reason)
+        why = f"{row.first.layout}: {reason}" if reason else row.first.layout
         cells = Text(count_text(row.count)), Text(bytes_text(row.bytes))
         table.add_row(*cells, Dotted(row.paths, heading=why))
     return table

@@ -21,7 +21,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -40,11 +40,17 @@ from tests.benchmarks.coverage_report import report
 STAGES = ("capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check", "outline")
 ROOT = Path(__file__).parents[2]
 SHORT = 1500  # characters of a reason
+Rows: TypeAlias = Callable[..., Iterator[dict[str, Any]]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(
+    arguments: Sequence[str] | None = None,
+    rows: Rows | None = None,
+    page: Callable[..., str] = report,
+    description: str | None = __doc__,
+) -> int:
+    """The exit code. `rows` makes the lines of one type, `page` the document of them all."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("action", choices=("run", "report"))
     parser.add_argument("--out", type=Path, required=True, help="the file of JSON lines")
     parser.add_argument("--tasks", default=",".join(zoo.TASKS))
@@ -55,12 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     sizes = [int(tp) for tp in chosen.tp.split(",")]
     if chosen.action == "report":
-        print(report(_known(chosen.out).values(), zoo.exportable()))
+        print(page(_known(chosen.out).values(), zoo.exportable()))
         return 0
     types = set(chosen.types.split(",")) - {""}
     for task, kind in zoo.exportable():
         if task in chosen.tasks.split(",") and (kind in types or not types):
-            _one(chosen.out, task, kind, sizes, chosen.limit, retry=chosen.retry)
+            made = rows or _rows
+            _one(chosen.out, task, kind, sizes, made, chosen.limit, retry=chosen.retry)
     return 0
 
 
@@ -71,7 +78,9 @@ def _known(path: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
     return {(row["task"], row["type"], row["tp"]): row for row in rows}
 
 
-def _one(path: Path, task: str, kind: str, sizes: list[int], limit: int, *, retry: bool) -> None:
+def _one(
+    path: Path, task: str, kind: str, sizes: list[int], rows: Rows, limit: int, *, retry: bool
+) -> None:
     """Run one type, in a process of its own, at those sizes that are not in the file."""
     known = _known(path)
     before = {tp: known.get((task, kind, tp), {}).get("result") for tp in sizes}
@@ -81,7 +90,7 @@ def _one(path: Path, task: str, kind: str, sizes: list[int], limit: int, *, retr
     started = time.time()
     # forked, not spawned: the imports alone would take longer than most types
     process = multiprocessing.get_context("fork").Process(
-        target=_measured, args=(path, task, kind, todo)
+        target=_measured, args=(path, task, kind, todo, rows)
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads: none runs
@@ -102,7 +111,7 @@ def _one(path: Path, task: str, kind: str, sizes: list[int], limit: int, *, retr
     print(f"{task} {kind}: {words} ({time.time() - started:.0f} s)", flush=True)
 
 
-def _measured(path: Path, task: str, kind: str, sizes: list[int]) -> None:
+def _measured(path: Path, task: str, kind: str, sizes: list[int], rows: Rows) -> None:
     """Append a line for each size; what fails before a plan exists fails for all of them."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -110,7 +119,7 @@ def _measured(path: Path, task: str, kind: str, sizes: list[int]) -> None:
     times = _Times()
     done: list[int] = []
     try:
-        for row in _rows(task, kind, sizes, times):
+        for row in rows(task, kind, sizes, times):
             _add(path, row)
             done.append(row["tp"])
     except Exception as error:  # noqa: BLE001 any failure is a figure

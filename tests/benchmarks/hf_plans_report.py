@@ -1,0 +1,2 @@
+def report(rows: object, wanted: object) -> str:
+    return ""
