@@ -14,7 +14,7 @@ from torch import fx
 from autotp.core.axis import Atom, Dim, Forest
 from autotp.core.placement import Placement
 from autotp.core.price import Delivered, Prices
-from autotp.core.rule import NodeRule, Row
+from autotp.core.rule import Discovery, NodeRule, Row
 from autotp.core.strategy import Strategy
 from autotp.program import Program
 from autotp.rulebook import Role
@@ -70,7 +70,8 @@ class Analysis:
     - `dims`, `metas`: of every parameter-dependent value.
     - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
     - `differentiable`: values through which a gradient can flow, from an output to what is trained.
-    - `unruled`: nodes without a rule. `stops`: op name to the operands that get no gradient.
+    - `unruled`: nodes without a rule. `discovered`: what trying those without a row told.
+    - `stops`: op name to the operands that get no gradient.
     """
 
     program: Program
@@ -82,6 +83,7 @@ class Analysis:
     weights: set[Value] = field(default_factory=set[Value])
     differentiable: set[Value] = field(default_factory=set[Value])
     unruled: list[fx.Node] = field(default_factory=list[fx.Node])
+    discovered: dict[fx.Node, Discovery] = field(default_factory=dict[fx.Node, Discovery])
     stops: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
 
 

@@ -12,7 +12,7 @@ A TOML row names one op or several with the same rule:
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,7 @@ from autotp.core.notation import ELLIPSIS, Signature, parse
 from autotp.core.rule import Row
 from autotp.errors import RuleError
 
-__all__ = ["Role", "Rulebook", "load", "root"]
+__all__ = ["Differing", "Role", "Rulebook", "load", "root"]
 
 _KEYS = {
     "ops",
@@ -53,11 +53,22 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True)
+class Differing:
+    """That an op's result may differ between ranks: in the `phase` forward or backward, and why."""
+
+    phase: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rulebook:
-    """All rows by op name, and the roles in the order they are tried."""
+    """All rows by op name, the roles in the order they are tried, and what differs by op name."""
 
     rows: Mapping[str, Row]
     roles: tuple[Role, ...]
+    differing: Mapping[str, tuple[Differing, ...]] = field(
+        default_factory=dict[str, tuple[Differing, ...]]
+    )
 
 
 def root() -> Path:
@@ -86,7 +97,7 @@ def load(directory: Path | None = None) -> Rulebook:
             if row.op in rows:
                 raise RuleError(f"{path}: op {row.op} has a row already, in {rows[row.op].source}")
             rows[row.op] = row
-    return Rulebook(rows, _roles(base / "roles.toml"))
+    return Rulebook(rows, _roles(base / "roles.toml"), _differing(base / "differing.toml"))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -167,3 +178,18 @@ def _roles(path: Path) -> tuple[Role, ...]:
     return tuple(
         Role(e["name"], frozenset(e.get("inside", ())), e.get("axis", e["name"])) for e in entries
     )
+
+
+def _differing(path: Path) -> dict[str, tuple[Differing, ...]]:
+    found: dict[str, tuple[Differing, ...]] = {}
+    if not path.is_file():
+        return found
+    entries = cast("list[dict[str, Any]]", _read(path).get("differing", []))
+    for number, entry in enumerate(entries, 1):
+        if entry.get("phase") not in ("forward", "backward") or not entry.get("why"):
+            raise RuleError(
+                f"{path}, entry {number}: needs a `phase`, forward or backward, and a `why`"
+            )
+        for op in entry["ops"]:
+            found[op] = (*found.get(op, ()), Differing(entry["phase"], entry["why"]))
+    return found

@@ -19,7 +19,11 @@ class Sizes:
 
     def of(self, meta: torch.Tensor) -> tuple[Size, ...]:
         """The sizes of a (fake or meta) tensor's dims."""
-        return tuple(Size(s) if type(s) is int else self._symbolic(s) for s in meta.shape)
+        return tuple(self.of_number(s) for s in meta.shape)
+
+    def of_number(self, number: int | torch.SymInt) -> Size:
+        """The size that a number is, in the same symbols."""
+        return Size(number) if type(number) is int else self._symbolic(number)
 
     def _symbolic(self, size: int | torch.SymInt) -> Size:
         expression = cast(torch.SymInt, size).node.expr

@@ -45,6 +45,7 @@ PARTS = {
     "clean": "capture",
     "functional": "capture",
     "derive": "analyse",
+    "discover": "analyse",
     "emit": "rewrite",
     "outline": "rewrite",
 }

@@ -16,7 +16,16 @@ from autotp.core.record import RecordError
 from autotp.core.split import Split
 from autotp.errors import PlanError
 
-__all__ = ["BUCKET", "CollectiveRecord", "Pair", "ParameterRecord", "Plan", "Shard"]
+__all__ = [
+    "BUCKET",
+    "CollectiveRecord",
+    "DifferingRecord",
+    "DiscoveredRecord",
+    "Pair",
+    "ParameterRecord",
+    "Plan",
+    "Shard",
+]
 
 BUCKET: Final = "bucket of replicated parameters"
 """Where the one all-reduce stands that sums the gradients of parameters whole on every rank."""
@@ -122,6 +131,28 @@ class CollectiveRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class DiscoveredRecord:
+    """An op without a row, its `rule` found by running it, and `where`: the modules that use it."""
+
+    op: str
+    rule: str
+    where: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DifferingRecord:
+    """An op that all ranks do on the same values, and that may give each another result.
+
+    - `phase`: forward or backward; `reason`: how results may differ; `where`: the modules.
+    """
+
+    op: str
+    phase: str
+    reason: str
+    where: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The decision, its price and its proof.
 
@@ -135,7 +166,9 @@ class Plan:
     - `replicated_fraction`: bytes that every rank holds whole over all parameter bytes, tied once.
     - `unused_fraction`: the part of them that the captured graph does not read: towers of inputs
       that were not given, over all parameter bytes.
-    - `unruled`: ops without a rule, as "op at module path"; they act whole.
+    - `unruled`: ops without a rule, as "op at module path: reason"; they act whole.
+    - `discovered`: rules found by running an op that has none. `differing`: ops on whole values
+      whose results ranks may disagree on.
     - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
 
@@ -168,6 +201,8 @@ class Plan:
     options: Mapping[str, object]
     choices: Mapping[str, str]
     unused_fraction: float = 0.0
+    discovered: tuple[DiscoveredRecord, ...] = ()
+    differing: tuple[DifferingRecord, ...] = ()
 
     @property
     def hash(self) -> str:

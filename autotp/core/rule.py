@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from autotp.core.axis import Dim
 from autotp.core.notation import Signature
 
-__all__ = ["ALIGNED", "Factor", "FactorKind", "NodeRule", "Row", "Slot"]
+__all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Row", "Slot"]
 
 FactorKind: TypeAlias = Literal["pass", "reduce", "whole"]
 ALIGNED = 8
@@ -59,6 +59,16 @@ class Row:
     note: str = ""
     source: str = ""
 
+    def __str__(self) -> str:
+        """The row on one line, in the notation: `b i, o i, o -> b o; i: sum; linear in 0, 2`."""
+        rule = str(self.signature) if self.signature else f"by arguments: {self.derive}"
+        joins = [f"{f}: {join}" for f, join in sorted(self.reduce.items())]
+        sets = [", ".join(map(str, sorted(operands))) for operands in self.linear]
+        bias = [f"bias {', '.join(map(str, sorted(self.bias)))}"] if self.bias else []
+        whole = [f"whole: {', '.join(sorted(self.whole))}"] if self.whole else []
+        linear = [f"linear in {' or '.join(sets)}"] if sets else []
+        return "; ".join([rule, *joins, *whole, *linear, *bias])
+
 
 @dataclass(frozen=True, slots=True)
 class Factor:
@@ -97,3 +107,12 @@ class NodeRule:
     extra: Mapping[str, tuple[Dim, ...]] = field(default_factory=dict[str, tuple[Dim, ...]])
     ruled: bool = True
     loss: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Discovery:
+    """What running an op without a row told: a row found, or the reason why it acts whole."""
+
+    op: str
+    row: Row | None
+    reason: str = ""

@@ -23,6 +23,7 @@ from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
 from autotp.passes.account_found import Asked, Found
+from autotp.passes.account_ops import differing, discovered, unruled
 from autotp.passes.account_reasons import Reasons
 from autotp.program import Program
 from autotp.sizes import Pricing
@@ -65,7 +66,7 @@ class _Accountant:
         fraction = held / total if total else 0.0
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
-        unruled = tuple(f"{n.target} at {_path(n)}" for n in self.analysis.unruled)
+        without = unruled(self.analysis)
         program = self.analysis.program
         return Plan(
             model=self.whole.name,
@@ -87,8 +88,8 @@ class _Accountant:
             variables=len(solution.choice),
             memory=self._memory(parameters),
             replicated_fraction=fraction,
-            unruled=unruled,
-            warnings=tuple(self._warnings(parameters, unused, unruled, program.reason)),
+            unruled=without,
+            warnings=tuple(self._warnings(parameters, unused, without, program.reason)),
             dynamic=program.dynamic,
             options={
                 "overrides": dict(asked.overrides),
@@ -101,6 +102,8 @@ class _Accountant:
                 n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()
             },
             unused_fraction=unused,
+            discovered=discovered(self.analysis),
+            differing=differing(self.found, tp=asked.tp, training=asked.training),
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────
@@ -341,11 +344,6 @@ def _module(names: Sequence[str]) -> str:
     while all(len(p) > shared and p[shared] == paths[0][shared] for p in paths):
         shared += 1
     return ".".join(paths[0][:shared])
-
-
-def _path(node: torch.fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((entry[0] for entry in reversed(stack.values())), "") or node.name
 
 
 def _bytes(tensor: torch.Tensor) -> int:

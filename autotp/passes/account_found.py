@@ -1,7 +1,7 @@
 """What an account is made of: what was asked, and what the stages found out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
@@ -9,6 +9,7 @@ from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
 from autotp.core.problem import Solution
 from autotp.core.strategy import Strategy
+from autotp.rulebook import Differing
 
 __all__ = ["Asked", "Found"]
 
@@ -31,7 +32,11 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the stages found out; `ways` are the strategies among which each op's was chosen."""
+    """What the stages found out.
+
+    - `ways`: the strategies among which each op's was chosen.
+    - `differing`: what the rules say of ops by name.
+    """
 
     analysis: Analysis
     matching: Matching
@@ -39,3 +44,6 @@ class Found:
     solution: Solution
     collectives: Sequence[Emitted]
     ways: Mapping[fx.Node, tuple[Strategy, ...]]
+    differing: Mapping[str, Sequence[Differing]] = field(
+        default_factory=dict[str, Sequence[Differing]]
+    )

@@ -6,7 +6,8 @@ tables) need no rule: they stay whole on every rank, and each use of one gets di
 that a table shared by all layers does not tie their axes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,9 +15,11 @@ from torch import fx
 
 from autotp.analysis import Analysis, Operand, Use, Value, gradients_return, results_of, source_of
 from autotp.core.axis import Dim, Forest
-from autotp.core.rule import Factor, NodeRule, Row
+from autotp.core.rule import Discovery, Factor, NodeRule, Row
 from autotp.errors import UnknownOpError
 from autotp.passes.derive import Call, apply
+from autotp.passes.discover import bound, discovered
+from autotp.passes.discover_call import Opaque, opaque_of
 from autotp.program import Program
 from autotp.rulebook import Rulebook
 from autotp.sizes import Sizes
@@ -25,13 +28,20 @@ __all__ = ["analyse"]
 
 
 def analyse(
-    program: Program, parameters: Sequence[str], rulebook: Rulebook, *, strict: bool = False
+    program: Program,
+    parameters: Sequence[str],
+    rulebook: Rulebook,
+    *,
+    strict: bool = False,
+    gradients: bool = True,
 ) -> Analysis:
     """The analysis of `program`, whose `parameters` are the get_attr targets to be laid out.
 
-    Raises UnknownOpError in strict mode for an op that acts on parameters and has no row.
+    An op that acts on parameters and has no row is tried, to find its rule, which holds for the
+    backward pass too if `gradients` are wanted. In strict mode it raises UnknownOpError.
     """
-    reader = _Reader(program, frozenset(parameters), rulebook)
+    tried = None if strict else partial(discovered, gradients=gradients)
+    reader = _Reader(program, frozenset(parameters), rulebook, tried)
     for node in program.graph.nodes:
         reader.visit(node)
     if strict and reader.analysis.unruled:
@@ -60,11 +70,17 @@ def _unknown(nodes: Sequence[fx.Node]) -> str:
 class _Reader:
     """The state of one pass over a program."""
 
-    def __init__(self, program: Program, parameters: frozenset[str], rulebook: Rulebook) -> None:
+    def __init__(
+        self,
+        program: Program,
+        parameters: frozenset[str],
+        rulebook: Rulebook,
+        tried: Callable[[Opaque], Discovery] | None,
+    ) -> None:
         stops = {op: row.stops for op, row in rulebook.rows.items() if row.stops}
         self.analysis = Analysis(program, Forest(), stops=stops)
         self.forest = self.analysis.forest
-        self.parameters, self.rulebook = parameters, rulebook
+        self.parameters, self.rulebook, self.tried = parameters, rulebook, tried
         self.sizes = Sizes()
         self.data = {name: set(dims) for name, dims in program.data_dims.items()}
         self.from_input: set[fx.Node] = set()  # values, not sizes, of an input reach these nodes
@@ -113,6 +129,8 @@ class _Reader:
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
         metas = results_of(node)
         rule = self._rule(node, operands, metas, row) if row else None
+        if rule is None and self.tried and metas:
+            rule = self._discovered(node, operands, metas, self.tried)
         if rule is None:
             rule = self._unruled(node, operands, metas)
         self.analysis.uses[node] = Use(node, operands, rule, row)
@@ -137,11 +155,37 @@ class _Reader:
         metas: dict[int, torch.Tensor],
         row: Row,
     ) -> NodeRule | None:
+        return apply(self._call_of(node, operands, metas, row))
+
+    def _call_of(
+        self,
+        node: fx.Node,
+        operands: tuple[Operand, ...],
+        metas: dict[int, torch.Tensor],
+        row: Row,
+    ) -> Call:
         count = max(metas, default=-1) + 1
         sizes = [self.sizes.of(metas[k]) if k in metas else () for k in range(count)]
         arguments, positions = arguments_of(node, operands)
-        call = Call(self.forest, [o.dims for o in operands], sizes, positions, arguments, row)
-        return apply(call)
+        return Call(self.forest, [o.dims for o in operands], sizes, positions, arguments, row)
+
+    def _discovered(
+        self,
+        node: fx.Node,
+        operands: tuple[Operand, ...],
+        metas: dict[int, torch.Tensor],
+        tried: Callable[[Opaque], Discovery],
+    ) -> NodeRule | None:
+        """The rule that trying the op finds, if it does."""
+        call = opaque_of(node, operands, metas, self.sizes)
+        unfit = isinstance(call, str)
+        found = Discovery(str(node.target), None, call) if unfit else tried(call)
+        row = found.row
+        rule = row and bound(row, self._call_of(node, operands, metas, row))
+        if row and rule is None:
+            found = Discovery(found.op, None, f"the rule found, {row}, does not fit its sizes")
+        self.analysis.discovered[node] = found
+        return rule
 
     def _unruled(
         self, node: fx.Node, operands: tuple[Operand, ...], metas: dict[int, torch.Tensor]

@@ -21,6 +21,7 @@ __all__ = [
     "other_rows",
     "pair_rows",
     "pattern",
+    "places",
     "whole_rows",
 ]
 
@@ -68,6 +69,11 @@ def pattern(paths: Sequence[str]) -> str:
     """
     columns = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
+
+
+def places(paths: Sequence[str]) -> str:
+    """Paths that differ by more than their numbers, one after another."""
+    return ", ".join(pattern(group) for group in _grouped(paths, _starred))
 
 
 def pair_rows(plan: Plan) -> list[PairRow]:

@@ -18,6 +18,7 @@ from autotp.show.distinct import (
     ParameterRow,
     other_rows,
     pair_rows,
+    places,
     whole_rows,
 )
 from autotp.show.dotted import Dotted
@@ -39,6 +40,8 @@ def render(plan: Plan) -> RenderableType:
         layouts(plan),
         _whole(plan),
         _listed("Ops without a rule (they act whole)", plan.unruled),
+        _listed("Rules found by running the op", list(_found(plan))),
+        _listed("Results that ranks may disagree on", list(_differing(plan))),
         _listed("Warnings", plan.warnings),
     ]
     return Group(*(part for part in parts if part is not None))
@@ -179,6 +182,17 @@ def _whole(plan: Plan) -> RenderableType | None:
         cells = Text(count_text(row.count)), Text(bytes_text(row.bytes))
         table.add_row(*cells, Dotted(row.paths, heading=why))
     return table
+
+
+def _found(plan: Plan) -> Iterable[str]:
+    for record in plan.discovered:
+        yield f"{len(record.where)} × {record.op} at {places(record.where)}: {record.rule}"
+
+
+def _differing(plan: Plan) -> Iterable[str]:
+    for record in plan.differing:
+        count, at = len(record.where), places(record.where)
+        yield f"{count} × {record.op}, {record.phase}, at {at}: {record.reason}"
 
 
 def _listed(title: str, lines: Sequence[str]) -> RenderableType | None:

@@ -1,0 +1,61 @@
+"""What a plan says of ops: rules found or not found, results that ranks may disagree on."""
+
+from torch import fx
+
+from autotp.analysis import Analysis
+from autotp.core.plan import DifferingRecord, DiscoveredRecord
+from autotp.core.rule import Discovery
+from autotp.passes.account_found import Found
+from autotp.rulebook import Differing
+
+__all__ = ["differing", "discovered", "path_of", "unruled"]
+
+_UNKNOWN = Discovery("", None, "")
+
+
+def unruled(analysis: Analysis) -> tuple[str, ...]:
+    """The nodes without a rule, as `op at module path`, each with the reason why none was found."""
+    found = [(n, analysis.discovered.get(n, _UNKNOWN).reason) for n in analysis.unruled]
+    return tuple(f"{n.target} at {path_of(n)}{f': {why}' if why else ''}" for n, why in found)
+
+
+def discovered(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
+    """The rules found by trying ops, with the modules that use each."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for node, found in analysis.discovered.items():
+        if found.row is not None:
+            where.setdefault((found.op, str(found.row)), []).append(path_of(node))
+    return tuple(DiscoveredRecord(op, rule, tuple(at)) for (op, rule), at in where.items())
+
+
+def differing(found: Found, *, tp: int, training: bool) -> tuple[DifferingRecord, ...]:
+    """The ops that every rank does on the same values, though results may not be the same."""
+    where: dict[Differing, dict[str, list[str]]] = {}
+    for node in found.analysis.program.graph.nodes if tp > 1 else ():
+        for entry in found.differing.get(str(node.target), ()):
+            if _is_replicated(node, entry.phase, found, training):
+                ops = where.setdefault(entry, {})
+                ops.setdefault(str(node.target), []).append(path_of(node))
+    return tuple(
+        DifferingRecord(op, entry.phase, entry.why, tuple(at))
+        for entry, ops in where.items()
+        for op, at in ops.items()
+    )
+
+
+def _is_replicated(node: fx.Node, phase: str, found: Found, training: bool) -> bool:
+    """Whether all ranks take what `node` makes in that pass to be equal."""
+    strategy = found.decision.strategies.get(node)
+    if phase == "forward":
+        return strategy is None or any(p.kind in ("R", "R~") for p in strategy.results)
+    if strategy is None or not training:
+        return False
+    analysis = found.analysis
+    pairs = zip(analysis.uses[node].operands, strategy.operands, strict=True)
+    return any(p.kind in ("R", "P") and o.value in analysis.differentiable for o, p in pairs)
+
+
+def path_of(node: fx.Node) -> str:
+    """The module path of a node; its name where it is in none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((entry[0] for entry in reversed(stack.values())), "") or node.name

@@ -1,0 +1,224 @@
+"""The rule of an op without a row, found by running it on parts of random tensors.
+
+What holds for several draws, sizes and numbers of ranks, forward and backward, becomes a row like
+those of rules/. An op that cannot be tried, or of which nothing holds, acts whole, with the reason.
+All numbers come from fixed seeds, and effort is counted, not timed: every rank finds the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from string import ascii_lowercase
+
+import torch
+
+from autotp.core.notation import Pattern, Signature
+from autotp.core.rule import Discovery, NodeRule, Row
+from autotp.passes.derive_call import Binding, Call
+from autotp.passes.discover_call import Opaque
+from autotp.passes.discover_factors import Found, factors, linear_sets
+from autotp.passes.discover_join import Cut
+from autotp.passes.discover_sizes import FAMILIES, sizings
+from autotp.passes.discover_trial import DRAWS, Budget, Setting, TooDearError, Trial
+
+__all__ = ["bound", "discovered"]
+
+_FEWEST = 2  # draws that an op must take at the first sizes
+_CACHE: dict[tuple[object, ...], Discovery] = {}
+
+
+def discovered(call: Opaque, *, gradients: bool) -> Discovery:
+    """What running `call`'s op tells of it; the same call is tried once a process.
+
+    - `gradients`: the rule must hold for the backward pass too.
+    """
+    key = (*call.key, gradients)
+    if key not in _CACHE:
+        devices = list(range(torch.cuda.device_count())) if call.device == "cuda" else []
+        with torch.random.fork_rng(devices), torch.inference_mode(False):
+            _CACHE[key] = _discovered(call, gradients)
+    return _CACHE[key]
+
+
+def bound(row: Row, call: Call) -> NodeRule | None:
+    """The rule that a found row gives one node; it numbers the operands that are there."""
+    assert row.signature is not None
+    binding, patterns = Binding(call, row.signature), row.signature.operands
+    groups = [sum(len(dim) > 1 for dim in pattern) for pattern in patterns]
+    for k in sorted(range(len(patterns)), key=lambda k: groups[k]):
+        if not binding.operand(patterns[k], k):  # groups last: they need the sizes of others
+            return None
+    return binding.rule()
+
+
+def _discovered(call: Opaque, gradients: bool) -> Discovery:
+    op = str(call.target)
+    try:
+        families = _trials(call, gradients)
+        if isinstance(families, str):
+            return Discovery(op, None, families)
+        rows = _rows(op, families, factors(call, families), linear_sets(families))
+    except (TooDearError, _OverlapError) as error:
+        return Discovery(op, None, str(error))
+    if not rows or any(row != rows[0] for row in rows):
+        return Discovery(op, None, "no way to cut it, of those tried, gives the right results")
+    return Discovery(op, rows[0])
+
+
+def _trials(call: Opaque, gradients: bool) -> list[list[Trial]] | str:
+    """For each family of sizes the runs from which something can be learnt, or why there are none.
+
+    Double precision on the CPU if the op takes it, else what is nearer to the model's own.
+    """
+    reasons: list[str] = []
+    for device in dict.fromkeys(("cpu", "cuda" if call.device == "cuda" else "cpu")):
+        for dtype in (torch.float64, torch.float32, None):
+            budget, setting = Budget(), Setting(device, dtype, gradients)
+            families = [_family(call, first, setting, budget, reasons) for first in FAMILIES]
+            if all(families):
+                return families
+    return reasons[0]
+
+
+def _family(
+    call: Opaque, first: int, setting: Setting, budget: Budget, reasons: list[str]
+) -> list[Trial]:
+    """The trials at the smallest sizes of one family that the op takes; `reasons` has why not."""
+    reason = "its sizes are tied to an argument, and too large to try"
+    for values in sizings(call, first):
+        trials = [Trial(call, values, setting, k, budget) for k in range(len(DRAWS))]
+        found = {t.number: _reason(t) for t in trials}
+        usable = [t for t in trials if not found[t.number]]
+        if len(usable) >= _FEWEST:
+            return usable
+        reason = next(r for r in found.values() if r)
+    reasons.append(reason)
+    return []
+
+
+def _reason(trial: Trial) -> str:
+    try:
+        return trial.reason()
+    except TooDearError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever an op does with numbers that we made up
+        said = str(error).strip().splitlines() or [""]
+        return f"it fails on random numbers: {type(error).__name__}: {said[0][:120]}"
+
+
+# ── rows ─────────────────────────────────────────────────────────────────────────────────────────
+
+_Word = tuple[int, ...]
+"""A factor while it has no name: (number,) of one found, or (operand, dim, place) of another."""
+
+
+def _rows(
+    op: str,
+    families: Sequence[Sequence[Trial]],
+    found: Sequence[Found],
+    linear: Sequence[frozenset[int]],
+) -> list[Row]:
+    """The row that each family of sizes gives; none if nothing holds."""
+    joined = [f.joined[0] for f in found if f.joined[0].kind != "pass"]
+    kept = [f for f in found if f.joined[0].kind == "pass" or _like(f, joined)]
+    if not (kept or linear):
+        return []
+    return [_Written(trials[0], kept, at).row(op, linear) for at, trials in enumerate(families)]
+
+
+def _like(factor: Found, joined: Sequence[object]) -> bool:
+    """Whether a contracted factor joins as the first one does: a row has one way for all."""
+    return factor.joined[0] == joined[0]
+
+
+class _OverlapError(Exception):
+    """Two factors claim the same elements of a dim."""
+
+
+class _Written:
+    """Factors written down as a row, at the sizes of one family."""
+
+    def __init__(self, trial: Trial, found: Sequence[Found], family: int) -> None:
+        self.trial, self.call, self.found, self.family = trial, trial.call, found, family
+        self.whole: set[_Word] = set()
+        self.names: dict[_Word, str] = {}
+
+    def row(self, op: str, linear: Sequence[frozenset[int]]) -> Row:
+        """The row."""
+        operands = [self._operand(k) for k in range(len(self.call.shapes))]
+        results = [self._result(r, operands) for r in range(len(self.call.results))]
+        signature = Signature(
+            tuple(self._named(p) for p in operands), tuple(self._named(p) for p in results)
+        )
+        contracted = {
+            self.names[(n,)]: f.joined[0].kind
+            for n, f in enumerate(self.found)
+            if f.joined[0].kind != "pass"
+        }
+        return Row(
+            op=op,
+            signature=signature,
+            reduce=contracted,
+            whole=frozenset(self.names[w] for w in self.whole),
+            linear=tuple(linear),
+            bias=frozenset(k for f in self.found for k in f.joined[0].bias),
+            emit="rescale" if "mean" in contracted.values() else "",
+            note="found by running it",
+        )
+
+    def _operand(self, k: int) -> list[list[_Word]]:
+        cuts = {n: f.cuts[self.family].get(k) for n, f in enumerate(self.found)}
+        return [self._dim((k, d), cuts, s) for d, s in enumerate(self.trial.operands[k].shape)]
+
+    def _result(self, r: int, operands: Sequence[list[list[_Word]]]) -> list[list[_Word]]:
+        joins = {n: f.joined[self.family] for n, f in enumerate(self.found)}
+        cuts = {n: j.cuts[r] for n, j in joins.items() if j.kind == "pass"}
+        made = list[list[_Word]]()
+        for d, size in enumerate(self.trial.whole[r].shape):
+            words = self._dim((~r, d), cuts, size)
+            same = self._same(r, d, operands)
+            if same is not None and len(words) == 1 and words[0] in self.whole:
+                self.whole.discard(words[0])
+                words = [same]
+            made.append(words)
+        return made
+
+    def _dim(self, slot: tuple[int, int], cuts: Mapping[int, Cut | None], size: int) -> list[_Word]:
+        """The factors of one dim, major first; what no factor found covers must stay whole."""
+        here = sorted((c.outer, c.size, n) for n, c in cuts.items() if c and c.dim == slot[1])
+        words, before = list[_Word](), 1
+        for outer, length, number in here:
+            if outer % before:
+                raise _OverlapError("factors of its results overlap")
+            words += self._gap(slot, before, outer)
+            words.append((number,))
+            before = outer * length
+        return words + self._gap(slot, before, size)
+
+    def _gap(self, slot: tuple[int, int], before: int, after: int) -> list[_Word]:
+        if before == after:
+            return []
+        word = (*slot, int(before > 1))
+        self.whole.add(word)
+        return [word]
+
+    def _same(self, r: int, d: int, operands: Sequence[list[list[_Word]]]) -> _Word | None:
+        """The whole dim of an operand that a result's dim is, going by its size and place."""
+        size, behind = self.call.results[r][d], len(self.call.results[r]) - d
+        for k, dims in enumerate(operands):
+            at = len(dims) - behind
+            if at >= 0 and self.call.shapes[k][at] == size and len(dims[at]) == 1:
+                return dims[at][0] if dims[at][0] in self.whole else None
+        return None
+
+    def _named(self, dims: Sequence[Sequence[_Word]]) -> Pattern:
+        return tuple(tuple(self._name(w) for w in words) for words in dims)
+
+    def _name(self, word: _Word) -> str:
+        if word not in self.names:
+            self.names[word] = next(n for n in _letters() if n not in self.names.values())
+        return self.names[word]
+
+
+def _letters() -> Iterator[str]:
+    yield from ascii_lowercase
+    yield from (f"a{k}" for k in count())

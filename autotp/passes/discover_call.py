@@ -1,0 +1,185 @@
+"""One call of an op without a row, ready to be run at sizes of our own choosing.
+
+Arguments are kept as they stand in the graph, with holes where tensors and sizes were. A call that
+cannot be tried by running it (it writes to memory, draws random numbers, talks to other ranks, …)
+is refused with the reason.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autotp.analysis import Operand
+from autotp.core.size import Size
+from autotp.sizes import Sizes
+
+__all__ = ["Opaque", "Values", "opaque_of"]
+
+Values: TypeAlias = Mapping[Size, int]
+"""The number that stands for each size of a call while it is tried."""
+
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
+_COLLECTIVE = "c10d"  # in the name of every namespace of ops that talk to other ranks
+_UNTRIED = {
+    torch.Tag.nondeterministic_seeded: "it draws random numbers",
+    torch.Tag.dynamic_output_shape: "the sizes of its results depend on values",
+    torch.Tag.data_dependent_output: "its result is a number read from a tensor",
+}
+
+
+class _Hole(NamedTuple):
+    """Where operand `number` stands among the arguments."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A call whose tensors and sizes are open.
+
+    - `args`, `kwargs`: with holes for tensors and a Size where a size is handed over.
+    - `shapes`, `dtypes`: of each operand; `results`: the shapes of the results.
+    - `device`: the type of device that the graph runs on.
+    """
+
+    target: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    shapes: tuple[tuple[Size, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    results: tuple[tuple[Size, ...], ...]
+    device: str
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two calls must share for a rule found for one to be that of the other."""
+        arguments = repr((self.args, self.kwargs))
+        return self.target, arguments, self.shapes, self.dtypes, self.results, self.device
+
+    def sizes(self) -> list[Size]:
+        """Every size of an operand or argument that is not 0 or 1, once."""
+        listed = [s for shape in self.shapes for s in shape]
+        listed += [x for x in _leaves((self.args, self.kwargs)) if isinstance(x, Size)]
+        return [s for s in dict.fromkeys(listed) if s.static not in (0, 1)]
+
+    def numbers(self) -> list[int]:
+        """The whole numbers greater than 1 among the arguments: sizes may be tied to them."""
+        leaves = [x for x in _leaves((self.args, self.kwargs)) if type(x) is int]
+        return list(dict.fromkeys(x for x in leaves if x > 1))
+
+    def run(self, tensors: Sequence[Tensor], values: Values) -> list[Tensor]:
+        """The op's results on `tensors`."""
+
+        def fill(x: Any) -> Any:  # noqa: ANN401  an argument of any op
+            if isinstance(x, _Hole):
+                return tensors[x.number]
+            return _value(x, values) if isinstance(x, Size) else x
+
+        args, kwargs = _mapped(self.args, fill), _mapped(self.kwargs, fill)
+        found: Any = self.target(*args, **kwargs)
+        return [found] if isinstance(found, Tensor) else list(found)
+
+
+def opaque_of(
+    node: fx.Node, operands: Sequence[Operand], metas: Mapping[int, Tensor], sizes: Sizes
+) -> Opaque | str:
+    """The call that `node` makes, or why it cannot be tried."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return "it is no op that runs by itself"
+    if reason := _untried(target):
+        return reason
+    places = {(o.argument, o.item): _Hole(k) for k, o in enumerate(operands)}
+    try:
+        args = tuple(_open(a, at, places, sizes) for at, a in enumerate(node.args))
+        kwargs = {name: _open(a, name, places, sizes) for name, a in node.kwargs.items()}
+    except _UnfitError as error:
+        return str(error)
+    tensors = [cast(Tensor, _node(node, o).meta["val"]) for o in operands]
+    if not metas or sorted(metas) != list(range(len(target._schema.returns))):  # pyright: ignore[reportPrivateUsage]
+        return "not all of its results are tensors"
+    if any(t.is_complex() or t.layout is not torch.strided for t in [*tensors, *metas.values()]):
+        return "it has complex or sparse tensors"
+    return Opaque(
+        target,
+        args,
+        kwargs,
+        tuple(sizes.of(t) for t in tensors),
+        tuple(t.dtype for t in tensors),
+        tuple(sizes.of(metas[k]) for k in sorted(metas)),
+        tensors[0].device.type,
+    )
+
+
+def _untried(target: OpOverload) -> str:
+    schema = target._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
+    if schema.is_mutable:
+        return "it writes to its operands"
+    if any(r.alias_info for r in schema.returns):
+        return "its result shares memory with an operand"
+    if _COLLECTIVE in target.namespace:
+        return "it talks to other ranks"
+    return next((why for tag, why in _UNTRIED.items() if tag in target.tags), "")
+
+
+class _UnfitError(Exception):
+    """An argument that a trial cannot make up."""
+
+
+def _open(
+    x: Any,  # noqa: ANN401  an argument of any op
+    place: int | str,
+    places: Mapping[tuple[int | str, int], _Hole],
+    sizes: Sizes,
+) -> Any:  # noqa: ANN401
+    """An argument with holes for tensors, and sizes for nodes that are sizes."""
+    if (place, -1) in places:
+        return places[(place, -1)]
+    if not isinstance(x, list | tuple):
+        return _leaf(x, sizes)
+    items = enumerate(cast("Sequence[Any]", x))
+    return [places[(place, k)] if (place, k) in places else _leaf(i, sizes) for k, i in items]
+
+
+def _leaf(x: Any, sizes: Sizes) -> Any:  # noqa: ANN401  an argument of any op
+    if isinstance(x, fx.Node):
+        value = x.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            return sizes.of_number(value)
+        raise _UnfitError(f"its argument {x.name} is computed")
+    if isinstance(x, list | tuple):
+        return [_leaf(i, sizes) for i in cast("Sequence[Any]", x)]
+    if not isinstance(x, _PLAIN):
+        raise _UnfitError(f"it has an argument of type {type(x).__name__}")
+    return x
+
+
+def _node(node: fx.Node, operand: Operand) -> fx.Node:
+    """The node that stands where an operand does."""
+    place = operand.argument
+    given: Any = node.args[place] if isinstance(place, int) else node.kwargs[place]
+    return given if operand.item < 0 else given[operand.item]
+
+
+def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  arguments of any op
+    if isinstance(x, _Hole | Size):
+        return change(x)
+    if isinstance(x, Mapping):
+        return {k: _mapped(v, change) for k, v in cast("Mapping[str, Any]", x).items()}
+    if isinstance(x, list | tuple):
+        return [_mapped(v, change) for v in cast("Sequence[Any]", x)]
+    return change(x)
+
+
+def _leaves(x: Any) -> Iterator[Any]:  # noqa: ANN401  arguments of any op
+    leaves: list[Any] = []
+    _mapped(x, leaves.append)
+    return iter(leaves)
+
+
+def _value(size: Size, values: Values) -> int:
+    return values.get(size, size.coefficient)

@@ -1,0 +1,230 @@
+"""The factors of an op without a row: which dims of which operands may be cut together.
+
+Candidates are tried in a fixed order: dims of equal size, one of each operand, most operands first;
+then dims that are multiples of others (query heads of key-value heads), cut as blocks or within
+them; then what is left of a dim when a factor is taken out. A candidate must hold at all sizes, for
+all draws, at two ranks and at three.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Literal, TypeAlias, TypeVar
+
+from autotp.core.size import Size
+from autotp.passes.discover_call import Opaque, Values
+from autotp.passes.discover_join import Cut, Joined, Sharing, is_linear, parts_of
+from autotp.passes.discover_sizes import size_of
+from autotp.passes.discover_trial import TooDearError, Trial
+
+__all__ = ["Found", "Place", "factors", "linear_sets"]
+
+Mode: TypeAlias = Literal["all", "major", "minor", "within", "around"]
+"""Which part of a dim of N elements the factor is, beside another of n elements."""
+
+_MOST_LINEAR = 4  # operands of which all sets are tried
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a factor stands in an operand."""
+
+    dim: int
+    mode: Mode
+
+    def cut(self, length: int, n: int) -> Cut | None:
+        """The cut of a dim of `length` beside a factor of `n`; None where the one divides not the
+        other.
+        """
+        if length % n:
+            return None
+        outer, size, inner = {
+            "all": (1, length, 1),
+            "major": (1, n, length // n),
+            "minor": (length // n, n, 1),
+            "within": (n, length // n, 1),
+            "around": (1, length // n, n),
+        }[self.mode]
+        return Cut(self.dim, outer, size, inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """Places in operands, for a factor of size `base` or of what is beside one of that size."""
+
+    base: Size
+    places: Mapping[int, Place]
+
+    def cuts(self, call: Opaque, values: Values) -> dict[int, Cut] | None:
+        """The cut of each operand at these sizes; None where there is none of more than one."""
+        n = size_of(self.base, values)
+        found = {
+            k: p.cut(size_of(call.shapes[k][p.dim], values), n) for k, p in self.places.items()
+        }
+        cuts = {k: c for k, c in found.items() if c is not None}
+        sizes = {c.size for c in cuts.values()}
+        return cuts if len(cuts) == len(found) and len(sizes) == 1 and min(sizes) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A factor that holds: how results join when it is cut, for the sizes of each family."""
+
+    candidate: Candidate
+    cuts: tuple[dict[int, Cut], ...]
+    joined: tuple[Joined, ...]
+
+
+def factors(call: Opaque, families: Sequence[Sequence[Trial]]) -> list[Found]:
+    """Every factor of the op; no two of them are the same part of a dim."""
+    search = _Search(call, families)
+    families[0][0].budget.renew()
+    with suppress(TooDearError):  # what is found by then holds all the same
+        for stage in (_equal, _multiple, _rest):
+            for candidate in stage(call, families[0][0].values, search.found):
+                search.attempt(candidate)
+    return search.found
+
+
+class _Search:
+    """Factors found so far, and the places that they take."""
+
+    def __init__(self, call: Opaque, families: Sequence[Sequence[Trial]]) -> None:
+        self.call, self.families = call, families
+        self.found: list[Found] = []
+        self.taken: set[tuple[int, int, str]] = set()
+
+    def attempt(self, candidate: Candidate) -> None:
+        """Keeps a candidate that holds, unless one of its places is taken."""
+        if any(self._is_taken(k, p) for k, p in candidate.places.items()):
+            return
+        made = [candidate.cuts(self.call, trials[0].values) for trials in self.families]
+        cuts = [c for c in made if c is not None]
+        if len(cuts) < len(made):
+            return
+        joined: list[Joined] = []
+        for at, (trials, cut) in enumerate(zip(self.families, cuts, strict=True)):
+            found = _held(trials, cut, ranks=2 + at)
+            if found is None or (joined and not found.like(joined[0])):
+                return
+            joined.append(found)
+        self.found.append(Found(candidate, tuple(cuts), tuple(joined)))
+        self.taken |= {(k, p.dim, p.mode) for k, p in candidate.places.items()}
+
+    def _is_taken(self, operand: int, place: Place) -> bool:
+        """Whether the place overlaps with that of a factor found."""
+        modes = {m for k, dim, m in self.taken if (k, dim) == (operand, place.dim)}
+        beside = {"within": {"major"}, "around": {"minor"}}
+        return not modes <= beside.get(place.mode, set())
+
+
+def _held(trials: Sequence[Trial], cuts: Mapping[int, Cut], ranks: int) -> Joined | None:
+    """How results join at one family's sizes, the same for all draws; None if not."""
+    parts = parts_of(next(iter(cuts.values())).size, ranks)
+    first: Joined | None = None
+    for trial in trials:
+        found = _tried(Sharing(trial, cuts, parts).joined, None)
+        if found is None or (first is not None and found != first):
+            return None
+        first = found
+    return first
+
+
+T = TypeVar("T")
+
+
+def _tried(attempt: Callable[[], T], refused: T) -> T:
+    """What an attempt finds; `refused` where the op takes no such operands."""
+    try:
+        return attempt()
+    except TooDearError:
+        raise
+    except Exception:  # noqa: BLE001  an op of anyone's, given parts that it may not be made for
+        return refused
+
+
+# ── candidates ───────────────────────────────────────────────────────────────────────────────────
+
+
+def _equal(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
+    """Dims of one size, at most one of each operand."""
+    for base in _bases(call):
+        options = [
+            [None, *(Place(d, "all") for d, s in enumerate(shape) if s == base)]
+            for shape in call.shapes
+        ]
+        yield from _chosen(base, options)
+
+
+def _multiple(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
+    """Dims of one size with others that are multiples of it."""
+    modes: tuple[Mode, Mode] = ("major", "minor")
+    for base, mode in product(_bases(call), modes):
+        options = [
+            [None, *_places(shape, base, values, mode)] if base.static else [None]
+            for shape in call.shapes
+        ]
+        for candidate in _chosen(base, options):
+            if {p.mode for p in candidate.places.values()} == {"all", mode}:
+                yield candidate
+
+
+def _places(shape: Sequence[Size], base: Size, values: Values, mode: Mode) -> Iterator[Place]:
+    n = size_of(base, values)
+    for dim, size in enumerate(shape):
+        if size == base:
+            yield Place(dim, "all")
+        elif size.static and size_of(size, values) % n == 0 and size_of(size, values) > n:
+            yield Place(dim, mode)
+
+
+def _rest(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
+    """What a factor found leaves of the dims that are multiples of it."""
+    beside: dict[Mode, Mode] = {"major": "within", "minor": "around"}
+    for factor in list(found):
+        places = factor.candidate.places
+        left = {k: Place(p.dim, beside[p.mode]) for k, p in places.items() if p.mode in beside}
+        options = [[None, left[k]] if k in left else [None] for k in range(len(call.shapes))]
+        yield from _chosen(factor.candidate.base, options)
+
+
+def _bases(call: Opaque) -> list[Size]:
+    return list(dict.fromkeys(s for shape in call.shapes for s in shape if s.static not in (0, 1)))
+
+
+def _chosen(base: Size, options: Sequence[Sequence[Place | None]]) -> Iterator[Candidate]:
+    """One option of each operand, most places first."""
+    every = ({k: p for k, p in enumerate(chosen) if p is not None} for chosen in product(*options))
+    for places in sorted(every, key=len, reverse=True):
+        if places:
+            yield Candidate(base, places)
+
+
+# ── linear sets ──────────────────────────────────────────────────────────────────────────────────
+
+
+def linear_sets(families: Sequence[Sequence[Trial]]) -> list[frozenset[int]]:
+    """The sets of operands in which the op is linear."""
+    trials = [t for trials in families for t in trials]
+    floats = [k for k, x in enumerate(trials[0].operands) if x.is_floating_point()]
+    if not all(x.is_floating_point() for x in trials[0].whole):
+        return []
+    trials[0].budget.renew()
+    found: list[frozenset[int]] = []
+    with suppress(TooDearError):
+        for operands in _sets(floats):
+            if all(_tried(partial(is_linear, t, operands), False) for t in trials):
+                found.append(operands)
+    return found
+
+
+def _sets(operands: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All sets of few operands; of many, each alone and all together."""
+    if len(operands) <= _MOST_LINEAR:
+        for chosen in range(1, 1 << len(operands)):
+            yield frozenset(o for k, o in enumerate(operands) if chosen >> k & 1)
+        return
+    yield from (frozenset({o}) for o in operands)
+    yield frozenset(operands)

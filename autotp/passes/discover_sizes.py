@@ -1,0 +1,82 @@
+"""Small sizes that an op without a row is tried at.
+
+Equal sizes stay equal and divisors stay divisors, so that what the op needs of its sizes still
+holds: query heads are a multiple of key-value heads, a fused dim is one of its segments. Where an
+argument is tied to a size, the size is kept, or is made another multiple of the argument.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import lcm, prod
+
+from autotp.core.size import Size
+from autotp.passes.discover_call import Opaque, Values
+
+__all__ = ["FAMILIES", "sizings"]
+
+FAMILIES = (4, 6)
+"""The smallest size of each family: what holds must hold in all of them."""
+
+_LARGEST = 1 << 18  # elements of a trial's operands
+_SYMBOLS = {4: (5, 7, 9, 11, 13), 6: (7, 5, 11, 9, 17)}  # no multiples: those of sizes are even
+
+
+def sizings(call: Opaque, first: int) -> Iterator[Values]:
+    """Numbers for the sizes of `call`, the smallest first; those with too many elements left out.
+
+    - `first`: the family, by its smallest size.
+    """
+    sizes = call.sizes()
+    statics = sorted({s.coefficient for s in sizes if not s.symbols})
+    symbols = dict.fromkeys(name for s in sizes for name in s.symbols)
+    numbers = [*_SYMBOLS[first], *range(19, 19 + 2 * len(symbols), 2)]
+    named = dict(zip(symbols, numbers, strict=False))
+    seen: list[Values] = []
+    for fixed in _kept(statics, call.numbers(), first):
+        small = _smaller(statics, first, fixed)
+        values = {
+            s: prod(named[n] for n in s.symbols) * (s.coefficient if s.symbols else 1)
+            if s.symbols
+            else small[s.coefficient]
+            for s in sizes
+        }
+        if values not in seen and _elements(call, values) <= _LARGEST:
+            seen.append(values)
+            yield values
+
+
+def _kept(statics: Sequence[int], numbers: Sequence[int], first: int) -> Iterator[dict[int, int]]:
+    """Which sizes are as they were, or fixed otherwise; first none, at last all."""
+    yield {}
+    equal = {s: s for s in statics if s in numbers}
+    yield equal
+    whole = [n for n in numbers if all(s % n == 0 for s in equal)]
+    tied = [s for s in statics if any(s % n == 0 for n in whole)]
+    factors = {s: max(n for n in whole if s % n == 0) for s in tied}
+    yield {s: n * (first // 2 + k) for k, (s, n) in enumerate(factors.items())} | equal
+    yield {s: s for s in statics if any(s % n == 0 or n % s == 0 for n in numbers)}
+    yield {s: s for s in statics}
+
+
+def _smaller(statics: Sequence[int], first: int, fixed: Mapping[int, int]) -> dict[int, int]:
+    """A small number for each size: in the same order, and multiples of the same others."""
+    out: dict[int, int] = {}
+    last = first - 1
+    for size in statics:
+        if size in fixed:
+            out[size] = fixed[size]
+            continue
+        step = lcm(*(out[s] for s in out if size % s == 0))
+        value = max(1, last // step + 1) * step
+        while value in out.values():
+            value += step
+        out[size] = last = value
+    return out
+
+
+def _elements(call: Opaque, values: Values) -> int:
+    return sum(prod(size_of(s, values) for s in shape) for shape in call.shapes)
+
+
+def size_of(size: Size, values: Values) -> int:
+    """The number that stands for `size`."""
+    return values.get(size, size.coefficient)

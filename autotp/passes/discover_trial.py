@@ -1,0 +1,201 @@
+"""An op without a row, run on whole random tensors: what its shards must add up to."""
+
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autotp.passes.discover_call import Opaque, Values
+from autotp.passes.discover_sizes import size_of
+
+__all__ = ["DRAWS", "Budget", "Setting", "TooDearError", "Trial"]
+
+DRAWS = (1.0, 0.0, 30.0, 3000.0)
+"""How far random numbers reach on both sides of zero; 0: they lie from 0.5 to 2.
+
+Far numbers show what an op cuts off; its gradients there are differences of large numbers, of which
+rounding leaves nothing, so they are compared for the near ones only.
+"""
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+_COARSE = 3e-2  # of narrower types
+_CALL = 1 << 14  # the elements that a run counts for, besides its own
+_BUDGET = 1 << 25  # about a second
+
+
+class Setting(NamedTuple):
+    """Where and in which floating-point type an op is tried; None: each operand's own type."""
+
+    device: str
+    dtype: torch.dtype | None
+    gradients: bool
+
+
+class TooDearError(Exception):
+    """The budget for trying an op is spent."""
+
+
+@dataclass(slots=True)
+class Budget:
+    """What is left for trying an op: counted, not timed, since all ranks must stop together."""
+
+    left: int = _BUDGET
+
+    def spend(self, elements: int) -> None:
+        """Counts a run over so many elements; raises TooDearError when nothing is left."""
+        self.left -= _CALL + elements
+        if self.left < 0:
+            raise TooDearError("it takes too long to try")
+
+    def renew(self) -> None:
+        """All of it again, for another question."""
+        self.left = _BUDGET
+
+
+@dataclass(slots=True)
+class Trial:
+    """One whole run.
+
+    - `values`: the sizes; `number`: of the draw.
+    - `operands`, `whole` (the results), `given` (their gradients), `gradients` (the operands').
+    """
+
+    call: Opaque
+    values: Values
+    setting: Setting
+    number: int
+    budget: Budget
+    operands: list[Tensor] = field(default_factory=list[Tensor])
+    whole: list[Tensor] = field(default_factory=list[Tensor])
+    given: list[Tensor] = field(default_factory=list[Tensor])
+    gradients: list[Tensor] = field(default_factory=list[Tensor])
+
+    def reason(self) -> str:
+        """Why nothing can be learnt from this run; empty if it can. Runs the op."""
+        generator = self.generator(0)
+        self.operands = [self._drawn(k, generator) for k in range(len(self.call.shapes))]
+        before = [x.clone() for x in self.operands]
+        self.whole, again = self.run(self.operands, 1), self.run(self.operands, 2)
+        if not all(torch.equal(x, y) for x, y in zip(before, self.operands, strict=True)):
+            return "it writes to its operands"
+        memory = {x.untyped_storage().data_ptr() for x in self.operands}
+        if any(x.untyped_storage().data_ptr() in memory for x in self.whole):
+            return "its result shares memory with an operand"
+        if not all(_same(x, y) for x, y in zip(self.whole, again, strict=True)):
+            return "two runs on equal operands differ"
+        if reason := self._useless():
+            return reason
+        self.given = [self.noise(x, generator) for x in self.whole]
+        self.gradients = self.backward(self.operands, self.given)
+        finite = all(bool(torch.isfinite(g).all()) for g in self.gradients)
+        return "" if finite else "its gradients are not finite"
+
+    def _useless(self) -> str:
+        if [x.dim() for x in self.whole] != [len(s) for s in self.call.results]:
+            return "its results have other dims than in the model"
+        floats = [x for x in self.whole if x.is_floating_point()]
+        if not all(bool(torch.isfinite(x).all()) for x in floats):
+            return "its results on random numbers are not finite"
+        if any(x.numel() > 1 and bool((x == x.flatten()[0]).all()) for x in floats):
+            return "its results on random numbers are all the same"
+        return ""
+
+    @property
+    def returns(self) -> bool:
+        """Whether gradients are compared."""
+        return self.setting.gradients and DRAWS[self.number % len(DRAWS)] <= 1
+
+    def generator(self, purpose: int) -> torch.Generator:
+        """A generator of the same numbers on every rank."""
+        return torch.Generator().manual_seed(100 * purpose + self.number)
+
+    def _drawn(self, number: int, generator: torch.Generator) -> Tensor:
+        shape = [size_of(s, self.values) for s in self.call.shapes[number]]
+        dtype, device = self.call.dtypes[number], self.setting.device
+        if dtype == torch.bool:
+            return (torch.rand(shape, generator=generator, device="cpu") < 0.7).to(device)
+        if not dtype.is_floating_point:
+            drawn = torch.randint(0, self._below(), shape, generator=generator, device="cpu")
+            return drawn.to(device, dtype)
+        unit = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu")
+        reach = DRAWS[self.number % len(DRAWS)]
+        numbers = (unit * 2 - 1) * reach if reach else 0.5 + unit * 1.5
+        return numbers.to(device, self.setting.dtype or dtype)
+
+    def _below(self) -> int:
+        """What integers are smaller than: they may be indices into any dim."""
+        sizes = [size_of(s, self.values) for shape in self.call.shapes for s in shape]
+        return min((s for s in sizes if s > 1), default=2)
+
+    def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
+        """Random numbers from -1 to 1 in the form of a tensor."""
+        unit = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
+        dtype = like.dtype if like.is_floating_point() else torch.float64
+        return (unit * 2 - 1).to(like.device, dtype)
+
+    def run(self, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
+        """The op's results on tensors."""
+        self.budget.spend(sum(x.numel() for x in tensors))
+        torch.manual_seed(seed)
+        with torch.no_grad(), _silence():
+            return self.call.run(tensors, self.values)
+
+    def backward(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient of each operand, zero where there is none."""
+        if not self.returns:
+            return [torch.zeros_like(x) for x in tensors]
+        self.budget.spend(sum(x.numel() for x in tensors))
+        leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+        asking = [x for x in leaves if x.requires_grad]
+        with torch.enable_grad(), _silence():
+            made = self.call.run(leaves, self.values)
+            pairs = [(y, g) for y, g in zip(made, given, strict=True) if y.requires_grad]
+            found = iter(_gradients(pairs, asking))
+        return [next(found) if x.requires_grad else torch.zeros_like(x) for x in leaves]
+
+    def agrees(self, found: Sequence[Tensor]) -> bool:
+        """Whether these are the whole results."""
+        return all(self.close(w, x) for w, x in zip(self.whole, found, strict=True))
+
+    def close(self, expected: Tensor, found: Tensor, scale: Tensor | None = None) -> bool:
+        """Whether two tensors are equal, but for the rounding of numbers as large as `scale`."""
+        if expected.shape != found.shape:
+            return False
+        if not expected.is_floating_point():
+            return torch.equal(expected, found)
+        if not expected.numel():
+            return True
+        reach = max(1e-3, float((expected if scale is None else scale).abs().max()))
+        gap = float((expected.double() - found.double()).abs().max())
+        return gap <= self._tolerance() * reach
+
+    def _tolerance(self) -> float:
+        types = [x.dtype for x in (*self.operands, *self.whole) if x.is_floating_point()]
+        return max((_TOLERANCE.get(t, _COARSE) for t in types), default=0.0)
+
+
+def _gradients(
+    pairs: Sequence[tuple[Tensor, Tensor]], asking: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    if not (pairs and asking):
+        return [torch.zeros_like(x) for x in asking]
+    return torch.autograd.grad(
+        [y for y, _ in pairs],
+        asking,
+        [g for _, g in pairs],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+
+
+def _silence() -> AbstractContextManager[object]:
+    """What an op warns of on random numbers is nobody's concern."""
+    return warnings.catch_warnings(action="ignore")
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))
