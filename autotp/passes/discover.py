@@ -12,10 +12,10 @@ from string import ascii_lowercase
 import torch
 
 from autotp.core.notation import Pattern, Signature
-from autotp.core.rule import Discovery, NodeRule, Row
+from autotp.core.rule import Discovery, NodeRule, Row, Slot
 from autotp.passes.derive_call import Binding, Call
 from autotp.passes.discover_call import Opaque
-from autotp.passes.discover_factors import Found, factors, linear_sets
+from autotp.passes.discover_factors import Found, factors, linear_sets, ties
 from autotp.passes.discover_join import Cut
 from autotp.passes.discover_sizes import FAMILIES, sizings
 from autotp.passes.discover_trial import DRAWS, Budget, Setting, TooDearError, Trial
@@ -122,7 +122,8 @@ def _rows(
     kept = [f for f in found if f.joined[0].kind == "pass" or _like(f, joined)]
     if not (kept or linear):
         return []
-    return [_Written(trials[0], kept, at).row(op, linear) for at, trials in enumerate(families)]
+    tied = ties(families[0][0], kept)
+    return [_Written(t[0], kept, at, tied).row(op, linear) for at, t in enumerate(families)]
 
 
 def _like(factor: Found, joined: Sequence[object]) -> bool:
@@ -137,8 +138,11 @@ class _OverlapError(Exception):
 class _Written:
     """Factors written down as a row, at the sizes of one family."""
 
-    def __init__(self, trial: Trial, found: Sequence[Found], family: int) -> None:
+    def __init__(
+        self, trial: Trial, found: Sequence[Found], family: int, tied: Mapping[Slot, Slot]
+    ) -> None:
         self.trial, self.call, self.found, self.family = trial, trial.call, found, family
+        self.tied = tied
         self.whole: set[_Word] = set()
         self.names: dict[_Word, str] = {}
 
@@ -182,7 +186,7 @@ class _Written:
             made.append(words)
         return made
 
-    def _dim(self, slot: tuple[int, int], cuts: Mapping[int, Cut | None], size: int) -> list[_Word]:
+    def _dim(self, slot: Slot, cuts: Mapping[int, Cut | None], size: int) -> list[_Word]:
         """The factors of one dim, major first; what no factor found covers must stay whole."""
         here = sorted((c.outer, c.size, n) for n, c in cuts.items() if c and c.dim == slot[1])
         words, before = list[_Word](), 1
@@ -194,10 +198,10 @@ class _Written:
             before = outer * length
         return words + self._gap(slot, before, size)
 
-    def _gap(self, slot: tuple[int, int], before: int, after: int) -> list[_Word]:
+    def _gap(self, slot: Slot, before: int, after: int) -> list[_Word]:
         if before == after:
             return []
-        word = (*slot, int(before > 1))
+        word = (*self.tied.get(slot, slot), int(before > 1))
         self.whole.add(word)
         return [word]
 

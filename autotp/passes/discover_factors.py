@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Literal, TypeAlias, TypeVar
 
+from autotp.core.rule import Slot
 from autotp.core.size import Size
 from autotp.passes.discover_call import Opaque, Values
 from autotp.passes.discover_join import Cut, Joined, Sharing, is_linear, parts_of
 from autotp.passes.discover_sizes import size_of
 from autotp.passes.discover_trial import TooDearError, Trial
 
-__all__ = ["Found", "Place", "factors", "linear_sets"]
+__all__ = ["Found", "Place", "factors", "linear_sets", "ties"]
 
 Mode: TypeAlias = Literal["all", "major", "minor", "within", "around"]
 """Which part of a dim of N elements the factor is, beside another of n elements."""
@@ -200,6 +201,35 @@ def _chosen(base: Size, options: Sequence[Sequence[Place | None]]) -> Iterator[C
     for places in sorted(every, key=len, reverse=True):
         if places:
             yield Candidate(base, places)
+
+
+# ── what is in no factor ─────────────────────────────────────────────────────────────────────────
+
+
+def ties(trial: Trial, found: Sequence[Found]) -> dict[Slot, Slot]:
+    """Dims in no factor to the first dim, of an operand before, that must have the same size.
+
+    Example: the head size of queries is that of keys, without which they cannot be multiplied.
+    """
+    trial.budget.renew()
+    taken = {(k, p.dim) for f in found for k, p in f.candidate.places.items()}
+    shapes = enumerate(trial.call.shapes)
+    slots = [(k, d) for k, shape in shapes for d in range(len(shape)) if (k, d) not in taken]
+    out: dict[Slot, Slot] = {}
+    for one, other in combinations(slots, 2):
+        if other not in out and one[0] < other[0] and _is_tied(trial, one, other):
+            out[other] = out.get(one, one)
+    return out
+
+
+def _is_tied(trial: Trial, one: Slot, other: Slot) -> bool:
+    """Whether two dims have the same size in the model, and the op refuses unequal ones."""
+    shapes, length = trial.call.shapes, trial.operands[other[0]].shape[other[1]]
+    if shapes[one[0]][one[1]] != shapes[other[0]][other[1]] or length < 2:
+        return False
+    tensors = list(trial.operands)
+    tensors[other[0]] = tensors[other[0]].narrow(other[1], 0, length - 1)
+    return _tried(partial(trial.run, tensors), None) is None
 
 
 # ── linear sets ──────────────────────────────────────────────────────────────────────────────────
