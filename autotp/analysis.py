@@ -17,7 +17,7 @@ from autotp.core.price import Delivered, Prices
 from autotp.core.rule import Discovery, NodeRule, Row
 from autotp.core.strategy import Strategy
 from autotp.program import Program
-from autotp.rulebook import Role
+from autotp.rulebook import Differing, Role
 
 __all__ = [
     "Analysis",
@@ -71,7 +71,8 @@ class Analysis:
     - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
     - `differentiable`: values through which a gradient can flow, from an output to what is trained.
     - `unruled`: nodes without a rule. `discovered`: what trying those without a row told.
-    - `stops`: op name to the operands that get no gradient.
+    - `stops`: op name to the operands that get no gradient. `differing`: op name to how ranks may
+      disagree on its results.
     """
 
     program: Program
@@ -85,6 +86,9 @@ class Analysis:
     unruled: list[fx.Node] = field(default_factory=list[fx.Node])
     discovered: dict[fx.Node, Discovery] = field(default_factory=dict[fx.Node, Discovery])
     stops: Mapping[str, frozenset[int]] = field(default_factory=dict[str, frozenset[int]])
+    differing: Mapping[str, Sequence[Differing]] = field(
+        default_factory=dict[str, Sequence[Differing]]
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

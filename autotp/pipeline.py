@@ -243,10 +243,8 @@ class _Work:
         )
         self.whole = whole_of(model)
         self.program = _captured(model, self.inputs, gradients=self.training)
-        names = list(self.whole.parameters)
-        self.analysis = analyse(
-            self.program, names, self.rules, strict=options.strict, gradients=self.training
-        )
+        names, strict, grad = list(self.whole.parameters), options.strict, self.training
+        self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
         self.matching = match(self.analysis, self.rules)
         self.pricing = Pricing(self.program, tensor_leaves(self.inputs))
 
@@ -282,10 +280,8 @@ class _Work:
             return self._checked(rewrite(self.analysis, decision, target), decision, tp)
 
         rewritten = rewrite_for(0)
-        emitted, differing = rewritten.collectives, self.rules.differing
-        found = Found(
-            self.analysis, self.matching, decision, solution, emitted, posed.ways, differing
-        )
+        emitted, ways = rewritten.collectives, posed.ways
+        found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
         drawn = account(self.whole, found, self.pricing, self._asked(tp))
         return Made(drawn, posed, solution, decision, rewrite_for, rewritten)
 

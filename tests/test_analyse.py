@@ -86,12 +86,21 @@ def test_each_use_of_a_constant_has_dims_of_its_own() -> None:
 
 
 def test_an_op_without_a_row_is_whole_and_listed() -> None:
-    found = around(lambda x, w: nn.functional.linear(x, torch.sinc(w)))
-    use = use_of(found, "aten.sinc.default")
+    found = around(lambda x, w: nn.functional.linear(x, w.unfold(1, WIDTH, 1).squeeze(1)))
+    use = use_of(found, "aten.unfold.default")
 
-    assert ["aten.sinc.default"] == [str(n.target) for n in found.unruled]
+    assert ["aten.unfold.default"] == [str(n.target) for n in found.unruled]
     assert not use.rule.ruled
     assert {"whole"} == {factor.kind for factor in use.rule.factors}
+
+
+def test_the_rule_of_an_op_without_a_row_is_found_and_kept_apart() -> None:
+    found = around(lambda x, w: nn.functional.linear(x, torch.sinc(w)))
+    (told,) = found.discovered.values()
+
+    assert [] == found.unruled
+    assert ("aten.sinc.default", "a b -> a b") == (told.op, str(told.row))
+    assert use_of(found, "aten.sinc.default").rule.ruled
 
 
 def test_strict_mode_refuses_an_op_without_a_row() -> None:

@@ -1,7 +1,7 @@
 """What an account is made of: what was asked, and what the stages found out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -9,7 +9,6 @@ from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
 from autotp.core.problem import Solution
 from autotp.core.strategy import Strategy
-from autotp.rulebook import Differing
 
 __all__ = ["Asked", "Found"]
 
@@ -32,11 +31,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What the stages found out.
-
-    - `ways`: the strategies among which each op's was chosen.
-    - `differing`: what the rules say of ops by name.
-    """
+    """What the stages found out; `ways` are the strategies among which each op's was chosen."""
 
     analysis: Analysis
     matching: Matching
@@ -44,6 +39,3 @@ class Found:
     solution: Solution
     collectives: Sequence[Emitted]
     ways: Mapping[fx.Node, tuple[Strategy, ...]]
-    differing: Mapping[str, Sequence[Differing]] = field(
-        default_factory=dict[str, Sequence[Differing]]
-    )

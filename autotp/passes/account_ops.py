@@ -32,7 +32,7 @@ def differing(found: Found, *, tp: int, training: bool) -> tuple[DifferingRecord
     """The ops that every rank does on the same values, though results may not be the same."""
     where: dict[Differing, dict[str, list[str]]] = {}
     for node in found.analysis.program.graph.nodes if tp > 1 else ():
-        for entry in found.differing.get(str(node.target), ()):
+        for entry in found.analysis.differing.get(str(node.target), ()):
             if _is_replicated(node, entry.phase, found, training):
                 ops = where.setdefault(entry, {})
                 ops.setdefault(str(node.target), []).append(path_of(node))

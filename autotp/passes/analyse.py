@@ -37,8 +37,8 @@ def analyse(
 ) -> Analysis:
     """The analysis of `program`, whose `parameters` are the get_attr targets to be laid out.
 
-    An op that acts on parameters and has no row is tried, to find its rule, which holds for the
-    backward pass too if `gradients` are wanted. In strict mode it raises UnknownOpError.
+    The rule of an op that acts on parameters and has no row is found by running it, and holds for
+    the backward pass too if `gradients` are wanted. In strict mode it raises UnknownOpError.
     """
     tried = None if strict else partial(discovered, gradients=gradients)
     reader = _Reader(program, frozenset(parameters), rulebook, tried)
@@ -78,7 +78,7 @@ class _Reader:
         tried: Callable[[Opaque], Discovery] | None,
     ) -> None:
         stops = {op: row.stops for op, row in rulebook.rows.items() if row.stops}
-        self.analysis = Analysis(program, Forest(), stops=stops)
+        self.analysis = Analysis(program, Forest(), stops=stops, differing=rulebook.differing)
         self.forest = self.analysis.forest
         self.parameters, self.rulebook, self.tried = parameters, rulebook, tried
         self.sizes = Sizes()
