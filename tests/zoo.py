@@ -119,6 +119,8 @@ def _shrink(config: Any, special: Mapping[str, Any]) -> None:
             _shrink(value, {})
         elif key in SIZES and (isinstance(value, int) or (value is None and key not in OPTIONAL)):
             small[key] = SIZES[key]
+        elif key == "image_size" and isinstance(value, list | tuple):
+            small[key] = [SIZES[key]] * len(value)
     for key, value in {**small, **special}.items():
         _set(config, key, value)
     if getattr(config, "kv_lora_rank", None):  # latent attention has a key for each query head

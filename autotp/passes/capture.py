@@ -1,9 +1,9 @@
 """Turns an unmodified model into one flat graph, by torch.export and a few repairs.
 
 The model is traced once, with symbolic batch and sequence sizes; where its forward fixes the
-sequence, at the sizes given. The graph keeps the model's own names and is free of in-place ops, of
-asserts and of no-ops. What the model's Python code took for granted about sizes comes along as
-guards.
+sequence, at the sizes given. The graph keeps the model's own names and is free of in-place ops and of
+no-ops. What the model's Python code took for granted about sizes comes along as guards; what it
+asserts of values stays in the graph.
 """
 
 import inspect
@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import config
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
+from autotp.passes.capture_attributes import restored
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
 from autotp.passes.capture_functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
@@ -135,8 +137,11 @@ class _Call:
         name = type(self.model).__name__
         kept = own_backwards_kept(name, self.functions, gradients=self.gradients)
         with (
+            restored(self.model),
             self.by_keyword(),
             _quiet(),
+            # with symbolic sizes, its keys cost more than what it saves
+            config.patch(fake_tensor_cache_enabled=False),
             torch.enable_grad(),  # else no_grad regions would go unseen
             kept,
             branches() as found,

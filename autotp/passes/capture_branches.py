@@ -8,6 +8,7 @@ own, where the answer would be another one for a size of 1.
 # pyright: reportPrivateUsage=false
 # the frame that asks is nowhere public, nor is a size's first name
 
+import dis
 import os
 import re
 import sys
@@ -46,9 +47,13 @@ def branches() -> Generator[list[Branch]]:
     truth = torch.SymBool.__bool__
 
     def noted(self: torch.SymBool) -> bool:
-        condition = self.node.expr
+        condition, asks = self.node.expr, outside_torch(sys._getframe(1))
+        wanted = None if asks is None or self.node.has_hint() else _without_raising(asks)
+        if wanted is not None:
+            torch._check(self if wanted else torch.sym_not(self))
+            return wanted
         answer = truth(self)
-        if outside_torch(sys._getframe(1)) is not None:
+        if asks is not None:
             found.append((condition, answer))
         return answer
 
@@ -57,6 +62,32 @@ def branches() -> Generator[list[Branch]]:
         yield found
     finally:
         torch.SymBool.__bool__ = truth
+
+
+def _without_raising(asks: FrameType) -> bool | None:
+    """The answer to the condition asked for that does not lead into `raise`; None if both may not.
+
+    Example: True in `assert lengths.max().item() <= length`.
+    """
+    code = list(dis.get_instructions(asks.f_code))
+    at = next(i for i, one in enumerate(code) if one.offset == asks.f_lasti)
+    jump = code[at + (code[at].opname == "TO_BOOL")]
+    if "POP_JUMP" not in jump.opname or not jump.opname.endswith(("_TRUE", "_FALSE")):
+        return None
+    target = next(i for i, one in enumerate(code) if one.offset == jump.argval)
+    raises = {jump.opname.endswith("_TRUE"): _raises(code[target:])}
+    raises[not jump.opname.endswith("_TRUE")] = _raises(code[code.index(jump) + 1 :])
+    return None if raises[True] == raises[False] else raises[False]
+
+
+def _raises(code: list[dis.Instruction]) -> bool:
+    """Whether nothing but straight code comes before `raise`."""
+    for one in code:
+        if one.opname == "RAISE_VARARGS":
+            return True
+        if "JUMP" in one.opname or one.opname.startswith(("RETURN", "YIELD")):
+            return False
+    return False
 
 
 def outside_torch(frame: FrameType | None) -> FrameType | None:

@@ -33,7 +33,7 @@ DEFINED: Mapping[object, Any] = {
 def clean(graph: fx.Graph) -> None:
     """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfolds copies.
 
-    What holds undefined values holds zeros.
+    What holds undefined values holds zeros. Asserts about values stay; on sizes there are guards.
 
     Constraints:
     - No op of `graph` works in place.
@@ -43,6 +43,8 @@ def clean(graph: fx.Graph) -> None:
         _unfold_copy(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
         _unfold_broadcast(node)
+    for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        _drop_empty(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.view_as.default):
         node.target = aten.reshape_as.default  # a shard may have strides that no view allows
     for node in list(graph.nodes):
@@ -79,6 +81,18 @@ def _unfold_broadcast(node: fx.Node) -> None:
             item.replace_all_uses_with(source)
 
 
+def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
+    """Takes from a `cat` what adds nothing: tensors of shape (0,), as a fresh cache is."""
+    given = cast(list[fx.Node], node.args[0])
+    kept = [n for n in given if _shape(n) != ["0"]]
+    if len(kept) == len(given) or {n.meta["val"].dtype for n in kept} != {node.meta["val"].dtype}:
+        return
+    node.args = (kept, *node.args[1:])
+    if len(kept) == 1:
+        node.replace_all_uses_with(kept[0])
+        graph.erase_node(node)
+
+
 def _shape(node: fx.Node) -> list[str]:
     """Sizes as text, so that symbols compare by form: no guard, no order."""
     return [str(size) for size in node.meta["val"].shape]
@@ -113,7 +127,15 @@ def _is_idle(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op == "get_attr"
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded not in tags
+    return torch.Tag.nondeterministic_seeded not in tags and not _checks_values(node)
+
+
+def _checks_values(node: fx.Node) -> bool:
+    """Whether `node` asserts something of a tensor's values, and not of sizes only."""
+    if node.target is not aten._assert_scalar.default or not isinstance(node.args[0], fx.Node):
+        return False
+    condition = node.args[0].meta["val"]
+    return isinstance(condition, torch.SymBool) and not condition.node.has_hint()
 
 
 def _argument(node: fx.Node, position: int, name: str, default: object) -> object:

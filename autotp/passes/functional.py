@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._C import FunctionSchema
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import is_batchedtensor
 from torch._ops import OpOverload
 
 __all__ = ["functionalise"]
@@ -28,6 +28,8 @@ def functionalise(graph: fx.Graph) -> str:
 
     Example: `add_ = aten.add_.Tensor(linear, 1)` becomes `add = aten.add.Tensor(linear, 1)`.
     """
+    if inside := next((n for n in graph.nodes if _in_vmap(n)), None):
+        return f"{inside.name}: {inside.target} is inside a vmap, where tensors have hidden dims"
     in_place = [n for n in graph.nodes if _mutates(n)]
     memory = _Memory(graph) if in_place else None
     for node in in_place:
@@ -44,6 +46,11 @@ def functionalise(graph: fx.Graph) -> str:
 def _mutates(node: fx.Node) -> bool:
     schema = _schema(node)
     return schema is not None and schema.is_mutable
+
+
+def _in_vmap(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and is_batchedtensor(val)
 
 
 def _schema(node: fx.Node) -> FunctionSchema | None:
@@ -164,6 +171,4 @@ def _storage(node: fx.Node) -> int:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return 0
-    while is_batchedtensor(val):  # a value inside vmap lies in the memory of all its rows
-        val = get_unwrapped(val)
     return val.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -1,0 +1,85 @@
+"""Takes back what a forward sets while it is traced: sizes and tensors that exist in a trace only.
+
+A forward may keep what it computed for the next call: `self.seq_len = x.shape[1]`, a cache in a
+list, in a dict or in an object that is no module. Left there, a later call or a copy of the model
+would meet symbols of a trace that is over.
+"""
+
+import types
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+__all__ = ["restored"]
+
+_HOLDS_NOTHING = (
+    str, bytes, int, float, complex, type, torch.Tensor, torch.device, torch.dtype,
+    types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+)  # fmt: skip
+_TORCHS_WARNING = "The tensor attributes? "  # that they stay behind: they do not
+_NOT_ENTERED = ("torch.", "builtins", "threading", "logging")  # no cache of the model's is there
+
+
+@contextmanager
+def restored(model: nn.Module) -> Generator[None]:
+    """All attributes of the model's modules, and of what they hold, are afterwards as before.
+
+    Constraints: tensors are told apart as objects; what is written into one is not taken back.
+    """
+    seen: set[int] = set()
+    undo = [restore for m in model.modules() for restore in _restorers(vars(m), seen)]
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", _TORCHS_WARNING)
+            yield
+    finally:
+        for restore in undo:
+            restore()
+
+
+def _restorers(held: object, seen: set[int]) -> Iterator[Callable[[], None]]:
+    """What puts `held`, and all that it holds, back to what it is now."""
+    todo = [held]
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, (*_HOLDS_NOTHING, nn.Module)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            yield _restorer(cast("dict[Any, Any]", one))
+            todo += cast("dict[Any, Any]", one).values()
+        elif isinstance(one, list | set):
+            yield _restorer(cast("list[Any]", one))
+            todo += cast("list[Any]", one)
+        elif isinstance(one, tuple):
+            todo += cast("tuple[Any, ...]", one)
+        elif hasattr(one, "__dict__") and not type(one).__module__.startswith(_NOT_ENTERED):
+            todo.append(vars(one))
+
+
+def _restorer(holder: dict[Any, Any] | list[Any] | set[Any]) -> Callable[[], None]:
+    before = _contents(holder)
+
+    def restore() -> None:
+        now = _contents(holder)
+        if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+            return
+        holder.clear()
+        if isinstance(holder, dict):
+            half = len(before) // 2
+            holder.update(zip(before[:half], before[half:], strict=True))
+        elif isinstance(holder, list):
+            holder.extend(before)
+        else:
+            holder.update(before)
+
+    return restore
+
+
+def _contents(holder: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
+    """What is held, in order: of a dict its keys, then its values."""
+    return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]
