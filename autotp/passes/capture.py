@@ -1,8 +1,8 @@
 """Turns an unmodified model into one flat graph, by torch.export and a few repairs.
 
 The model is traced once, with symbolic batch and sequence sizes; where its forward fixes the
-sequence, at the sizes given. The graph keeps the model's own names and is free of in-place ops and of
-no-ops. What the model's Python code took for granted about sizes comes along as guards; what it
+sequence, at the sizes given. The graph keeps the model's own names and is free of in-place ops and
+of no-ops. What the code took for granted about sizes comes along as guards; what it
 asserts of values stays in the graph.
 """
 
