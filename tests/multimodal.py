@@ -90,7 +90,7 @@ def qwen2_vl() -> tuple[nn.Module, dict[str, Any]]:
         vision_end_token_id=499,
         video_token_id=501,
     )  # fmt: skip
-    return transformers.Qwen2VLForConditionalGeneration(config), _read(4) | _patches(3 * 2 * 8 * 8)
+    return transformers.Qwen2VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(3 * 2 * 8 * 8)
 
 
 def qwen3_vl() -> tuple[nn.Module, dict[str, Any]]:
@@ -113,7 +113,7 @@ def qwen3_vl() -> tuple[nn.Module, dict[str, Any]]:
         vision_end_token_id=499,
         video_token_id=501,
     )  # fmt: skip
-    return transformers.Qwen3VLForConditionalGeneration(config), _read(4) | _patches(3 * 2 * 8 * 8)
+    return transformers.Qwen3VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(3 * 2 * 8 * 8)
 
 
 def whisper() -> tuple[nn.Module, dict[str, Any]]:
@@ -177,6 +177,10 @@ def _patches(numbers: int) -> dict[str, Any]:
         "pixel_values": torch.randn(16 * BATCH, numbers, generator=_random()),
         "image_grid_thw": torch.tensor([[1, 4, 4]] * BATCH),
     }
+
+
+def _kinds(inputs: dict[str, Any]) -> dict[str, Any]:
+    return inputs | {"mm_token_type_ids": (inputs["input_ids"] == IMAGE).long()}
 
 
 def _random() -> torch.Generator:

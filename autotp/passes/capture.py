@@ -40,7 +40,7 @@ from autotp.passes.capture_inputs import (
 )
 from autotp.passes.capture_opaque import Applied
 from autotp.passes.clean import clean, retarget
-from autotp.passes.functional import functionalise
+from autotp.passes.functional import functionalise, maps_rows
 from autotp.program import Guard, Program, broken, named_leaves
 
 __all__ = ["capture", "example_inputs", "retarget"]
@@ -274,6 +274,8 @@ def _graph(
     """The clean, functional graph with its constants."""
     parameters = _aliases(model.named_parameters(remove_duplicate=False))
     tied = parameters | _aliases(model.named_buffers(remove_duplicate=False))
+    if maps_rows(exported.graph):
+        exported = _functional(model, exported)
     graph, lifted = flat_graph(exported, inputs, tied)
     if functionalise(graph):
         graph, lifted = flat_graph(_functional(model, exported), inputs, tied)

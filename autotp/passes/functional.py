@@ -20,7 +20,7 @@ from torch._C import FunctionSchema
 from torch._C._functorch import is_batchedtensor
 from torch._ops import OpOverload
 
-__all__ = ["functionalise"]
+__all__ = ["functionalise", "maps_rows"]
 
 
 def functionalise(graph: fx.Graph) -> str:
@@ -28,8 +28,6 @@ def functionalise(graph: fx.Graph) -> str:
 
     Example: `add_ = aten.add_.Tensor(linear, 1)` becomes `add = aten.add.Tensor(linear, 1)`.
     """
-    if inside := next((n for n in graph.nodes if _in_vmap(n)), None):
-        return f"{inside.name}: {inside.target} is inside a vmap, where tensors have hidden dims"
     in_place = [n for n in graph.nodes if _mutates(n)]
     memory = _Memory(graph) if in_place else None
     for node in in_place:
@@ -43,14 +41,15 @@ def functionalise(graph: fx.Graph) -> str:
     return ""
 
 
+def maps_rows(graph: fx.Graph) -> bool:
+    """Whether values of `graph` are inside a vmap, where they have dims that no op of it names."""
+    values = (n.meta.get("val") for n in graph.nodes)
+    return any(isinstance(v, torch.Tensor) and is_batchedtensor(v) for v in values)
+
+
 def _mutates(node: fx.Node) -> bool:
     schema = _schema(node)
     return schema is not None and schema.is_mutable
-
-
-def _in_vmap(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and is_batchedtensor(val)
 
 
 def _schema(node: fx.Node) -> FunctionSchema | None:
