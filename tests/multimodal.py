@@ -63,7 +63,11 @@ KINDS = ["sliding_attention", "full_attention"]
 def idefics3() -> tuple[nn.Module, dict[str, Any]]:
     """A tower for images in tiles, its features shuffled from 16 to 4; two tiles a sequence."""
     config = transformers.Idefics3Config(
-        vision_config={**VISION, "size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}},
+        vision_config={
+            **VISION,
+            "size": {"longest_edge": 64},
+            "max_image_size": {"longest_edge": 32},
+        },
         text_config={**TEXT, "model_type": "llama"},
         image_token_id=IMAGE,
         scale_factor=2,
@@ -90,7 +94,9 @@ def qwen2_vl() -> tuple[nn.Module, dict[str, Any]]:
         vision_end_token_id=499,
         video_token_id=501,
     )  # fmt: skip
-    return transformers.Qwen2VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(3 * 2 * 8 * 8)
+    return transformers.Qwen2VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(
+        3 * 2 * 8 * 8
+    )
 
 
 def qwen3_vl() -> tuple[nn.Module, dict[str, Any]]:
@@ -113,7 +119,9 @@ def qwen3_vl() -> tuple[nn.Module, dict[str, Any]]:
         vision_end_token_id=499,
         video_token_id=501,
     )  # fmt: skip
-    return transformers.Qwen3VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(3 * 2 * 8 * 8)
+    return transformers.Qwen3VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(
+        3 * 2 * 8 * 8
+    )
 
 
 def whisper() -> tuple[nn.Module, dict[str, Any]]:

@@ -69,3 +69,29 @@ def test_what_the_inputs_do_not_use_is_told_apart_from_what_stays_whole() -> Non
     assert "50.0 % of the parameters whole, 50.0 % unused" in str(plan)
     assert 0 == both.unused_fraction
     assert "unused" not in str(both)
+
+
+class Grouped(nn.Module):
+    """A bottleneck block: channels are made, mixed within 4 groups, normed, and closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open = nn.Conv2d(8, 32, 1, bias=False)
+        self.mix = nn.Conv2d(32, 64, 3, padding=1, groups=4)
+        self.norm = nn.BatchNorm2d(64)
+        self.close = nn.Conv2d(64, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm(self.mix(torch.relu(self.open(x)))))
+        return x + self.close(y)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_grouped_convolution_hands_its_groups_on(tp: int) -> None:
+    model = Grouped().eval()
+    randomize(model, 0)
+    plan = proven(model, {"x": torch.randn(2, 8, 4, 4)}, tp)
+
+    assert [("mlp", 4)] == [(p.role, p.size) for p in plan.pairs]
+    assert ["all_reduce"] == [c.kind for c in plan.collectives if c.phase == "forward"]
+    assert 0.01 > plan.replicated_fraction

@@ -139,9 +139,15 @@ CONTRACTION = {
         call(real(6, 12, 5), real(12, 1, 3), real(12), [1], [2], [1], 12),
         call(real(6, 12, 5), real(18, 6, 3), real(18), [1], [1], [1], 2),
         call(real(6, 12, 5), real(24, 1, 3), real(24), [1], [1], [1], 12),
+        call(real(6, 36, 5), real(36, 6, 3), real(36), [1], [1], [1], 6),
+        call(real(6, 36, 5), real(6, 6, 3), None, [1], [1], [1], 6),
         call(real(12, 5), real(18, 12, 3)),
     ),
-    **each("conv2d.default", call(real(2, 6, 4, 4), real(12, 6, 2, 2), real(12), [2, 2])),
+    **each(
+        "conv2d.default",
+        call(real(2, 6, 4, 4), real(12, 6, 2, 2), real(12), [2, 2]),
+        call(real(2, 12, 4, 4), real(12, 2, 2, 2), real(12), [2, 2], [0, 0], [1, 1], 6),
+    ),
     **each("conv3d.default", call(real(2, 6, 2, 2, 2), real(12, 6, 1, 2, 2))),
     **each("bmm.default", call(real(6, 4, 12), real(6, 12, 18))),
     **each(

@@ -3,8 +3,9 @@
 import re
 from dataclasses import replace
 
-from autotp.core.notation import parse
+from autotp.core.notation import Signature, parse
 from autotp.core.rule import Factor, NodeRule
+from autotp.core.size import ONE, Size
 from autotp.passes.derive_call import Binding, Call, notation, position
 
 __all__ = ["attention", "convolution", "einsum", "product"]
@@ -63,24 +64,35 @@ def einsum(call: Call) -> NodeRule | None:
 
 
 def convolution(call: Call) -> NodeRule | None:
-    """Channels are contracted, or each is on its own (`groups` as many); spatial dims are whole."""
+    """Channels are contracted, each group of them on its own; spatial dims are whole."""
     if len(call.operands[0]) != len(call.sizes[0]):
         return None  # without a batch
+    signature, spatial = _convolved(call)
+    words = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
+    binding = Binding(replace(call, row=replace(call.row, whole=words)), signature)
+    shared = call.forest.dim(Size(call.arguments["groups"]))
+    if shared:
+        binding.dims["g"] = shared  # what a group is of no single dim's size says
+    for k, pattern in enumerate(signature.operands[: len(call.operands)]):
+        if not binding.operand(pattern, k):
+            return None
+    rule = binding.rule()
+    fresh = tuple(call.fresh(0, 2 + k, data=True) for k in range(spatial))
+    factors = [Factor("whole", d, ((~0, 2 + k),)) for k, d in enumerate(fresh) if d]
+    results = ((*rule.results[0], *fresh),)
+    factors = (*rule.factors, *factors)
+    return replace(rule, factors=factors, results=results, extra={"groups": (shared,)})
+
+
+def _convolved(call: Call) -> tuple[Signature, int]:
+    """The signature of a convolution, and over how many dims its window moves."""
     groups, spatial = call.arguments["groups"], len(call.operands[0]) - 2
     given = " ".join(f"s{k}" for k in range(spatial))
     window = " ".join(f"k{k}" for k in range(spatial))
-    alone = groups == call.forest.size(call.operands[0][1]).static
-    alone = alone and call.sizes[0][1] == call.forest.size(call.operands[0][1])
-    if groups != 1 and not alone:
-        return None
-    text = (
-        f"b c {given}, c 1 {window}, c -> b c" if alone else f"b i {given}, o i {window}, o -> b o"
-    )
-    words = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
-    row = replace(call.row, whole=words, emit="groups" if alone else "")
-    rule = notation(replace(call, row=row), parse(text))
-    if rule is None:
-        return None
-    fresh = tuple(call.fresh(0, 2 + k, data=True) for k in range(spatial))
-    factors = [Factor("whole", d, ((~0, 2 + k),)) for k, d in enumerate(fresh) if d]
-    return replace(rule, factors=(*rule.factors, *factors), results=((*rule.results[0], *fresh),))
+    each = call.forest.size(call.operands[1][1])  # channels that a group takes
+    made = call.sizes[0][1].over(Size(groups))  # and gives
+    taken = "i" if groups == 1 or each != ONE else "1"
+    ins = "i" if groups == 1 else "g" if each == ONE else "(g i)"
+    outs = "o" if groups == 1 else "g" if made == ONE else "(g o)"
+    text = f"b {ins} {given}, {outs} {taken} {window}, {outs} -> b {outs}"
+    return parse(text), spatial

@@ -237,10 +237,10 @@ def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) ->
 
 
 def groups(site: Site) -> fx.Node:
-    """A convolution of each channel on its own: as many groups as this rank has channels."""
-    dims = site.use.rule.results[0]
-    if 1 in site.placed_dims(site.strategy.results[0], dims):
-        site.give("groups", local_length(dims[1], site))
+    """A convolution of each group of channels on its own: as many groups as this rank has."""
+    (dim,) = site.use.rule.extra["groups"]
+    if site.is_cut(dim):
+        site.give("groups", local_length(dim, site))
     return site.plain()
 
 

@@ -14,7 +14,7 @@ not memory. The residual's axis is none of these: it ends in a head, or an outpu
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -23,8 +23,9 @@ import torch
 from torch import fx
 
 from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
-from autotp.core.axis import Atom, Dim
+from autotp.core.axis import Atom
 from autotp.core.rule import Factor
+from autotp.passes.match_bytes import carried
 from autotp.rulebook import Role, Rulebook
 
 __all__ = ["match"]
@@ -37,6 +38,7 @@ class _Reach:
     clean: bool = True
     output: bool = False
     closers: set[str] = field(default_factory=set[str])
+    grouped: set[str] = field(default_factory=set[str])
     interior: set[str] = field(default_factory=set[str])
     together: list[tuple[Atom, ...]] = field(default_factory=list[tuple[Atom, ...]])
 
@@ -74,6 +76,7 @@ class _Finder:
         self.openers: dict[Atom, list[str]] = defaultdict(list)
         self.closers: dict[Atom, list[str]] = defaultdict(list)
         self.followers: dict[Atom, list[str]] = defaultdict(list)
+        self.grouped: dict[Atom, list[str]] = defaultdict(list)
         self.interior: dict[Atom, set[str]] = defaultdict(set)
         self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
         self.tables: set[str] = set()
@@ -117,6 +120,7 @@ class _Finder:
         reach.interior.add(str(use.node.target))
         _extend(self.openers[atom], names)
         _extend(self.closers[atom], sorted(reach.closers))
+        _extend(self.grouped[atom], sorted(reach.grouped))
         self.interior[atom] |= reach.interior
         self.families.add_node(atom)
         for group in reach.together:
@@ -180,7 +184,7 @@ class _Finder:
         """The results of `use` that carry `axis` on; notes closers and unclean ops."""
         touched = self._touched(use, k, axis)
         if any(f.kind == "reduce" for f in touched):
-            closers = self._closers(use, k)
+            closers = self._products(use, k, touched)
             reach.closers |= closers
             reach.clean &= bool(closers) or self.rest is not None
             return ()
@@ -191,6 +195,7 @@ class _Finder:
             reach.clean = False
             return ()
         reach.interior.add(str(use.node.target))
+        reach.grouped |= self._products(use, k, touched)
         if self._mixes(use):
             reach.together += self._together(use, k)
         results = {
@@ -208,14 +213,16 @@ class _Finder:
     def _carries(self, use: Use, slot: int, dim: int, axis: Atom) -> bool:
         return self.forest.contains(use.rule.results[~slot][dim], axis)
 
-    def _closers(self, use: Use, k: int) -> set[str]:
-        """Parameters that contract operand `k`'s axis, if `use` is a product with a weight."""
-        others = [
-            o.value
-            for i, o in enumerate(use.operands)
-            if i != k and o.value in self.analysis.weights and self.contracts(use, i)
-        ]
-        return {name for value in others for name in self._parameters(value)}
+    def _products(self, use: Use, k: int, touched: Sequence[Factor]) -> set[str]:
+        """Parameters that share factors with operand `k`, if `use` is a product with a weight.
+
+        Where the factors are contracted those are closers, and where they pass grouped: each group
+        of channels has a product of its own.
+        """
+        shared = {s for f in touched for s, _ in f.slots if s >= 0 and s != k}
+        others = [use.operands[i].value for i in shared if self.contracts(use, i)]
+        weights = [value for value in others if value in self.analysis.weights]
+        return {name for value in weights for name in self._parameters(value)}
 
     def _mixes(self, use: Use) -> bool:
         """Whether activations are multiplied with each other over some dim (attention)."""
@@ -281,7 +288,8 @@ class _Finder:
         return axes
 
     def _pair(self, axes: tuple[Atom, ...]) -> AxisPair:
-        openers = [n for a in axes for n in (*self.openers[a], *self.followers[a])]
+        inner = [n for a in axes for n in (*self.followers[a], *self.grouped[a])]
+        openers = [*inner, *(n for a in axes for n in self.openers[a])]
         closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
         inside = frozenset(op for a in axes for op in self.interior[a])
         role = next(r for r in self.rulebook.roles if not r.inside or r.inside & inside)
@@ -297,7 +305,11 @@ class _Finder:
         A pair whose closers have all settled elsewhere joins nothing (the head size of a lone
         key-value head, where the output projection is cut by heads): its openers settle again.
         """
-        weight = {p: sum(self._carried(n, p) for n in {*p.openers, *p.closers}) for p in out.pairs}
+        every = tuple(out.pairs)
+        weight = {
+            p: sum(carried(self.analysis, n, p.axes) for n in {*p.openers, *p.closers})
+            for p in out.pairs
+        }
         while True:
             out.pair_of = self._settled(out.pairs, weight)
             joined = {p for n, p in out.pair_of.items() if p.vocabulary or n in p.closers}
@@ -309,7 +321,8 @@ class _Finder:
         out.pairs = [p for p in out.pairs if p in settled or _joins(p, beside)]
         for name, pair in out.pair_of.items():
             mine = (pair, *(p for p in beside[name] if p in out.pairs))
-            out.home[name] = tuple(a for p in mine for a in self._home(name, p))
+            spare = self._spare(name, pair, every)
+            out.home[name] = tuple(a for p in (*mine, *spare) for a in self._home(name, p))
 
     def _beside(
         self,
@@ -342,7 +355,7 @@ class _Finder:
             closed = [p for p in plain if name in p.closers]
             if name not in self.tables:
                 if closed:  # the last closer's own output is no vocabulary
-                    mine = closed
+                    mine = closed + [p for p in mine if p not in closed and self._is_grouped(name, p)]
                 elif not any(p.vocabulary and name in p.openers for p in mine):
                     mine = plain or mine  # what a residual that reaches an output goes into
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
@@ -350,31 +363,20 @@ class _Finder:
                 found[name] = mine[0]
         return found
 
+    def _is_grouped(self, name: str, pair: AxisPair) -> bool:
+        return any(name in self.grouped[a] for a in pair.axes)
+
+    def _spare(self, name: str, pair: AxisPair, pairs: Iterable[AxisPair]) -> Iterable[AxisPair]:
+        """Other pairs of a parameter whose own has groups of channels, which may be few."""
+        if any(self.grouped[a] for a in pair.axes):
+            yield from (p for p in pairs if p is not pair and name in (*p.openers, *p.closers))
+
     def _home(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
         if name in self.tables - self.heads:  # a tied table follows its head
             return tuple(dict.fromkeys(a for a in leaves if _splits(a)))
         return tuple(a for a in pair.axes if a in leaves)
-
-    def _carried(self, name: str, pair: AxisPair) -> Fraction:
-        """The bytes of a parameter that carry the pair's axes: those of its segments with them."""
-        value = (self.analysis.parameters[name], 0)
-        meta = self.analysis.metas[value]
-        share = max((self._share(d, pair.axes) for d in self.analysis.dims[value]), default=0)
-        return Fraction(meta.numel() * meta.element_size()) * share
-
-    def _share(self, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:
-        flat = self.forest.flat(dim)
-        if any(atom in axes for atom in flat):
-            return Fraction(1)
-        sums = [self.forest.sections(a) for a in flat if a.segments is not None]
-        return max((self._mixed(sections, axes) for sections in sums), default=Fraction(0))
-
-    def _mixed(self, sections: tuple[Dim, ...], axes: tuple[Atom, ...]) -> Fraction:
-        sizes = [self.forest.size(s).coefficient for s in sections]
-        shares = [self._share(s, axes) for s in sections]
-        return Fraction(sum(n * s for n, s in zip(sizes, shares, strict=True))) / max(sum(sizes), 1)
 
 
 def _joins(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:

@@ -73,7 +73,7 @@ def pattern(paths: Sequence[str]) -> str:
 
 def places(paths: Sequence[str]) -> str:
     """Paths that differ by more than their numbers, one after another."""
-    return ", ".join(pattern(group) for group in _grouped(paths, _starred))
+    return ", ".join(pattern(group) for group in _grouped(paths, starred))
 
 
 def pair_rows(plan: Plan) -> list[PairRow]:
