@@ -25,7 +25,7 @@ from autotp.passes.derive_piece import (
 )
 from autotp.passes.derive_product import attention, convolution, einsum, product
 from autotp.passes.derive_shape import expand, pair, permute, repeat, repeat_each, unpair, view
-from autotp.passes.derive_window import channels, padded, windows
+from autotp.passes.derive_window import channels, grouped, padded, patches, windows
 
 __all__ = ["RULES", "Call", "apply"]
 
@@ -61,12 +61,14 @@ RULES: Mapping[str, Builder] = {
     "divide": divide,
     "einsum": einsum,
     "expand": expand,
+    "grouped": grouped,
     "halves": halves,
     "index": index,
     "like": like,
     "lookup": lookup,
     "padded": padded,
     "pair": pair,
+    "patches": patches,
     "permute": permute,
     "place": place,
     "product": product,

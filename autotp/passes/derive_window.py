@@ -7,9 +7,10 @@ from typing import Any, cast
 from autotp.core.axis import Dim
 from autotp.core.notation import parse
 from autotp.core.rule import Factor, NodeRule
-from autotp.passes.derive_call import Call, notation, renumbered
+from autotp.core.size import ONE, Size
+from autotp.passes.derive_call import Binding, Call, notation, renumbered
 
-__all__ = ["channels", "padded", "windows"]
+__all__ = ["channels", "grouped", "padded", "patches", "windows"]
 
 
 def windows(call: Call) -> NodeRule | None:
@@ -59,19 +60,13 @@ def _resized(
 
 
 def channels(call: Call) -> NodeRule | None:
-    """Each channel (dim 1) by numbers of its own; dims over which statistics are taken are whole.
+    """Each channel (dim 1) by numbers of its own; dims that statistics are taken over are whole.
 
-    Options: `training` = the argument that says whether they are taken over all but the channels;
-    `groups` = True if they are over groups of channels and all positions.
+    Options: `training` = the argument that says whether they are taken over all but the channels.
     Further results, which are statistics or empty, are whole.
     """
-    options, rank = call.row.options, len(call.operands[0])
-    rest = [f"s{k}" for k in range(rank - 2)]
-    whole: list[str] = []
-    if options.get("groups"):
-        whole = ["c", *rest]
-    elif call.arguments.get(str(options.get("training", ""))):
-        whole = ["b", *rest]
+    rest = _positions(call)
+    whole = ["b", *rest] if call.arguments.get(str(call.row.options.get("training", ""))) else []
     shape = " ".join(["b", "c", *rest])
     numbers = ", ".join(["c"] * (len(call.positions) - 1))
     row = replace(call.row, whole=frozenset(whole))
@@ -88,3 +83,45 @@ def channels(call: Call) -> NodeRule | None:
         for i, dim in enumerate(dims)
     ]
     return replace(rule, factors=(*rule.factors, *factors), results=(*rule.results, *further))
+
+
+def grouped(call: Call) -> NodeRule | None:
+    """Statistics over groups of channels (dim 1) and positions: a group passes, whole inside."""
+    rest, count = _positions(call), Size(call.arguments["num_groups"])
+    channels = "c" if count == ONE else "(g c)"
+    shape = " ".join(["b", channels, *rest])
+    row = replace(call.row, whole=frozenset(["c", *rest]))
+    signature = parse(f"{shape}, {channels}, {channels} -> {shape}")
+    binding = Binding(replace(call, row=row), signature)
+    shared = call.forest.dim(count)
+    if shared:
+        binding.dims["g"] = shared
+    fits = [binding.operand(signature.operands[k], k) for k in range(len(call.operands))]
+    if not all(fits):
+        return None
+    return replace(binding.rule(), extra={"groups": (shared,)})
+
+
+def patches(call: Call) -> NodeRule | None:
+    """Windows laid out beside each other: the channels are major, what a window has is minor."""
+    if len(call.operands[0]) != 4:
+        return None  # without a batch
+    batch, channels, *positions = call.operands[0]
+    window = call.sizes[0][1].over(call.forest.size(channels))
+    if window is None:
+        return None
+    inner, places = call.forest.dim(window), call.fresh(0, 2, data=True)
+    factors = [
+        Factor("pass", batch, ((0, 0), (~0, 0))),
+        Factor("pass", channels, ((0, 1), (~0, 1))),
+        Factor("whole", inner, ((~0, 1),)),
+        *(Factor("whole", dim, ((0, 2 + k),)) for k, dim in enumerate(positions)),
+        Factor("whole", places, ((~0, 2),)),
+    ]
+    result = (batch, (*channels, *inner), places)
+    return NodeRule(tuple(f for f in factors if f.dim), (result,), linear=(frozenset({0}),))
+
+
+def _positions(call: Call) -> list[str]:
+    """A factor for each dim after the channels."""
+    return [f"s{k}" for k in range(len(call.operands[0]) - 2)]

@@ -237,10 +237,11 @@ def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) ->
 
 
 def groups(site: Site) -> fx.Node:
-    """A convolution of each group of channels on its own: as many groups as this rank has."""
+    """Each group of channels on its own (convolutions, norms): as many as this rank has."""
     (dim,) = site.use.rule.extra["groups"]
     if site.is_cut(dim):
-        site.give("groups", local_length(dim, site))
+        for name in ("groups", "num_groups"):
+            site.give(name, local_length(dim, site))
     return site.plain()
 
 
