@@ -355,7 +355,9 @@ class _Finder:
             closed = [p for p in plain if name in p.closers]
             if name not in self.tables:
                 if closed:  # the last closer's own output is no vocabulary
-                    mine = closed + [p for p in mine if p not in closed and self._is_grouped(name, p)]
+                    mine = closed + [
+                        p for p in mine if p not in closed and self._is_grouped(name, p)
+                    ]
                 elif not any(p.vocabulary and name in p.openers for p in mine):
                     mine = plain or mine  # what a residual that reaches an output goes into
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
