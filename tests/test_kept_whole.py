@@ -32,14 +32,14 @@ class Tables(nn.Module):
 def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> None:
     reasons = {
         3: "it is in no pair, and tp 3 divides none of its axes (2, 32)",
-        4: "it is in no pair, and to cut it would cost a collective",
+        4: "it is in no pair: along dim 1 (32): aten.layer_norm.default at norm (test_kept_whole.py:",
     }
     model = Tables(places)
     randomize(model, 0)
     plan = proven(model, {"ids": torch.randint(0, 64, (2, 12))}, tp)
 
     assert plan.parameters["kinds.weight"].dim is None
-    assert reasons[tp] == plan.parameters["kinds.weight"].reason
+    assert plan.parameters["kinds.weight"].reason.startswith(reasons[tp])
     assert 0 == plan.parameters["places.weight"].dim
     assert 0 == plan.parameters["words.weight"].dim
     kinds = [c.kind for c in plan.collectives if c.phase == "forward"]

@@ -72,7 +72,8 @@ class _Finder:
         for use in analysis.uses.values():
             for k, operand in enumerate(use.operands):
                 self.consumers[operand.value].append((use, k))
-        self.outputs = {source_of(n) for n in _output(analysis.program.graph).all_input_nodes}
+        output = analysis.program.graph.output_node()
+        self.outputs = {source_of(n) for n in output.all_input_nodes}
         self.openers: dict[Atom, list[str]] = defaultdict(list)
         self.closers: dict[Atom, list[str]] = defaultdict(list)
         self.followers: dict[Atom, list[str]] = defaultdict(list)
@@ -97,7 +98,7 @@ class _Finder:
         names = self._parameters(use.operands[k].value)
         if self.rest is not None and not self.rest.issuperset(names):
             return
-        if _is_lookup(use, k) and self._by_input(use):
+        if k == 0 and use.rule.emit == "lookup" and self._by_input(use):
             for atom in self._table_axes(use, k):
                 _extend(self.vocabulary[atom], names)
             self.tables.update(names)
@@ -388,17 +389,9 @@ def _joins(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
     )
 
 
-def _is_lookup(use: Use, k: int) -> bool:
-    return use.rule.emit == "lookup" and k == 0
-
-
 def _splits(atom: Atom) -> bool:
     return atom.size.static is not None and atom.size.coefficient > 1 and not atom.data
 
 
 def _extend(names: list[str], more: Iterable[str]) -> None:
     names += [n for n in more if n not in names]
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
