@@ -117,11 +117,16 @@ class AxisPair:
 
 @dataclass(slots=True)
 class Matching:
-    """All pairs; `home` maps a parameter to the axes one of which it should be split along."""
+    """All pairs.
+
+    - `home`: parameter to the axes one of which it should be split along.
+    - `experts`: parameter to the axis along which it is one weight, or bias, of several.
+    """
 
     pairs: list[AxisPair] = field(default_factory=list[AxisPair])
     home: dict[str, tuple[Atom, ...]] = field(default_factory=dict[str, tuple[Atom, ...]])
     pair_of: dict[str, AxisPair] = field(default_factory=dict[str, AxisPair])
+    experts: dict[str, Atom] = field(default_factory=dict[str, Atom])
 
 
 @dataclass(frozen=True, slots=True)

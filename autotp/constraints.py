@@ -19,7 +19,7 @@ _NO_SUCH_DIM = {
     "column": "no op that reads it turns a dim of it into one of its result",
     "row": "no op that reads it contracts a dim of it",
     "vocabulary": "it is neither a looked-up table nor a head over classes",
-    "expert": "no op chooses among parts of it",
+    "expert": "it is not one weight of several for the rows that it meets",
 }
 
 
@@ -53,14 +53,17 @@ def as_overridden(
     """What `overrides` (globs to layouts) leave to the parameters they name; later ones win.
 
     A bias follows its product: where a glob names it beside a weight that is to be cut along a
-    contracted axis or the vocabulary, it is left free.
+    contracted axis or the vocabulary, it is left free. So is what a glob names beside experts.
     """
     allowed: dict[str, AsAsked] = {}
     layouts = Layouts(analysis, matching)
     for glob, layout in overrides.items():
-        for name in _chosen(glob, layout, whole, analysis):
+        chosen = _chosen(glob, layout, whole, analysis)
+        several = matching.experts.keys() & {*chosen}
+        for name in chosen:
             follows = name != glob and layout not in ("column", "replicated")
-            if not (follows and layouts.is_bias(name)):
+            beside = layout == "expert" and several and name not in several
+            if not (follows and (beside or layouts.is_bias(name))):
                 allowed[name] = AsAsked(layouts, name, glob, layout, tp)
     return allowed
 
@@ -133,7 +136,8 @@ class AsAsked:
     def _fitting(self, axis: Atom) -> Iterator[int]:
         """The tp sizes that an axis can be cut for: up to its size in a pair, else its divisors."""
         size = self._units(axis)
-        paired = any(axis in pair.axes for pair in self.layouts.matching.pairs)
+        matching = self.layouts.matching
+        paired = axis in {a for p in matching.pairs for a in p.axes} | {*matching.experts.values()}
         return (n for n in range(2, size + 1) if paired or size % n == 0)
 
     def _units(self, axis: Atom) -> int:

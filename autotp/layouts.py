@@ -2,13 +2,14 @@
 
 column      cut along an axis the op produces (GPT-2's transposed weights: dim 1)
 row         cut along an axis the op contracts
+expert      cut along the axis of which a unit is one weight of several: each rank has whole ones
 vocabulary  a table or head cut along the vocabulary; wins over column
 norm        a whole vector that scales or shifts what it meets
 replicated  whole on every rank
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -30,6 +31,7 @@ class Layouts:
 
     def __init__(self, analysis: Analysis, matching: Matching) -> None:
         self.analysis, self.matching = analysis, matching
+        self.experts = {axis.name for axis in matching.experts.values()}
         self.consumers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
         for use in analysis.uses.values():
             for k, operand in enumerate(use.operands):
@@ -43,6 +45,8 @@ class Layouts:
             return "norm" if self.is_norm(name) else "replicated"
         pair = self.matching.pair_of.get(name)
         axes = Partition.of(placement.axis).axes
+        if self.is_by_expert(name, axes):
+            return "expert"
         opens = pair is not None and pair.vocabulary and name in pair.openers
         if pair is not None and opens and {a.name for a in pair.axes} & set(axes):
             return "vocabulary"
@@ -52,9 +56,23 @@ class Layouts:
         """Whether `placement` is what an override that asks for `layout` may mean."""
         if not placement.is_split:
             return layout == "replicated"
-        contracted = self._contracted(name, Partition.of(placement.axis).axes)
+        axes = Partition.of(placement.axis).axes
+        if self.is_by_expert(name, axes):
+            return layout == "expert"
+        contracted = self._contracted(name, axes)
         plain = "row" if contracted else "column"  # a head along the vocabulary is column-parallel
         return layout in (plain, self.of(name, placement))
+
+    def is_by_expert(self, name: str, axes: Iterable[str]) -> bool:
+        """Whether a weight or bias of experts is cut along their axis."""
+        return not self.experts.isdisjoint(axes) and not self._is_router(name)
+
+    def _is_router(self, name: str) -> bool:
+        """Whether a weight is contracted, and yet is no expert's: it says which expert."""
+        if name in self.matching.experts:
+            return False
+        readers = self.readers((self.analysis.parameters[name], 0))
+        return any(_is_contracted(use, k) for use, k in readers)
 
     def is_norm(self, name: str) -> bool:
         """Whether a vector scales or shifts what it meets, rather than being a product's bias."""
@@ -106,6 +124,12 @@ class Layouts:
                 yield use, k
             for result in inner:
                 yield from self.readers(result)
+
+
+def _is_contracted(use: Use, k: int) -> bool:
+    """Whether operand `k` is contracted with another."""
+    reduced = ({s for s, _ in f.slots} for f in use.rule.factors if f.kind == "reduce")
+    return any(k in own and len(own) > 1 for own in reduced)
 
 
 def overridden(name: str, glob: str) -> bool:

@@ -1,7 +1,7 @@
 """What a group of `tp` ranks may cut beyond the axes that it divides: found from the pairs.
 
-- An axis of a pair, or the rows of a looked-up table, with a unit for every rank is cut into whole
-  units, the first ranks holding one more.
+- An axis of a pair, or of its experts, or the rows of a looked-up table, with a unit for every rank
+  is cut into whole units, the first ranks holding one more.
 - Fewer key-value heads than ranks: the group is factored, tp = n1 * n2; the key-value heads are cut
   in n1 parts, the query heads of each in n2, and n2 ranks hold a copy of a key-value head.
 - A fused dim with axes of several pairs side by side is cut along one axis of each.
@@ -21,6 +21,7 @@ def offered(analysis: Analysis, matching: Matching, tp: int) -> Offers:
     if tp == 1:
         return Offers()
     axes = {a for pair in matching.pairs for a in pair.axes} | set(_rows(analysis))
+    axes |= {*matching.experts.values()}
     uneven = frozenset(a.name for a in axes if _units(a) >= tp and _units(a) % tp)
     factors = [factored(pair, tp) for pair in matching.pairs]
     joint = [*(p for p in factors if p), *_side_by_side(analysis, matching, tp)]

@@ -23,6 +23,7 @@ from itertools import groupby
 from math import prod
 from typing import TypeAlias
 
+from autotp.core.groups import Groups
 from autotp.core.partition import Partition
 from autotp.core.size import ONE, Size, product
 from autotp.core.split import Extent, Segment, Split
@@ -34,7 +35,8 @@ __all__ = ["Atom", "Dim", "Forest"]
 class Atom:
     """A node of the forest. `parts` is its product, `segments` its sum; a leaf has neither.
 
-    `data` marks a size that belongs to the data (batch, sequence): never split over the group.
+    `data` marks a size that belongs to the data (batch, sequence): never split over the group;
+    `groups` says how rows are grouped, where a grouped product reads them.
     """
 
     number: int
@@ -43,6 +45,7 @@ class Atom:
     parts: "tuple[Atom, ...] | None" = None
     segments: "tuple[Dim, ...] | None" = None
     data: bool = False
+    groups: Groups | None = None
 
     @property
     def name(self) -> str:
@@ -192,6 +195,8 @@ class Forest:
 
     def _join(self, a: Atom, b: Atom) -> bool:
         """Make two atoms of one size one, if their structures allow it."""
+        if a.groups and b.groups and a.groups.bounds != b.groups.bounds:
+            return False
         if a.segments is not None and b.segments is not None and not self._align(a, b):
             return False
         a, b = self.find(a), self.find(b)
@@ -200,7 +205,7 @@ class Forest:
         keep, drop = (b, a) if a.segments is None and b.segments is not None else (a, b)
         if keep.parts is not None or drop.parts is not None:
             return self.unify((keep,), (drop,))
-        drop.parent = keep
+        drop.parent, keep.groups = keep, keep.groups or drop.groups
         self._mark(keep, keep.data or drop.data)
         return True
 
@@ -311,7 +316,7 @@ class Forest:
     def padding(self, partition: Partition, tp: int) -> Fraction:
         """The longest of `tp` parts of a partition times their number, over the whole."""
         ratio = Fraction(1)
-        for part in partition.parts:
+        for part in (p for p in partition.parts if not self.named(p.axis).groups):
             size, parts = self.named(part.axis).size.coefficient, part.parts or tp
             ratio *= Fraction(-(-size // parts) * parts, size)
         return ratio

@@ -9,10 +9,13 @@ A placement says what each rank holds of a value *and* of its gradient:
     S~   split, but several ranks hold copies of some elements, and the gradients of the copies are
          partial: key-value heads fewer than ranks, or a segment of a fused dim without the axis
     SS   split along two axes that stand in two dims; `dim` is the first
+    G    grouped rows: along `dim` a rank's own rows, those of its groups, come first; the rows
+         after them mean nothing, and neither do their gradients; the size is that of the whole
 
 Without gradients R~ equals R, and S~ equals S. A placement names dim *and* axis: a `[hidden,
 hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. What is cut
 may be more than one axis: `axis` is a `core.partition.Partition` as text, nearly always of one.
+Which rows are a rank's own, a value says at run time (`core.groups`): hence the whole's size.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ __all__ = [
     "split",
 ]
 
-Kind: TypeAlias = Literal["R", "R~", "P", "S", "S~", "SS"]
+Kind: TypeAlias = Literal["R", "R~", "P", "S", "S~", "SS", "G"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -37,7 +40,7 @@ class Placement:
     """The placement of one value over one (sub-)group.
 
     Constraints:
-    - `dim` and `axis` are set exactly when the value is split.
+    - `dim` and `axis` are set exactly when the value is split or its rows are grouped.
     """
 
     kind: Kind
@@ -46,12 +49,17 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks hold parts."""
+        """Whether ranks hold parts, less than the whole."""
         return self.kind in ("S", "S~", "SS")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a rank has its own rows first, and others that mean nothing."""
+        return self.kind == "G"
 
     def __str__(self) -> str:
         """The notation of the documentation, e.g. `S(0, heads)`."""
-        return f"{self.kind}({self.dim}, {self.axis})" if self.is_split else self.kind
+        return f"{self.kind}({self.dim}, {self.axis})" if self.axis else self.kind
 
 
 REPLICATED = Placement("R")
@@ -75,6 +83,10 @@ Primitive: TypeAlias = Literal[
     "keep_first",
     "slice_first",
     "pad_reduce",
+    "rows_first",
+    "rows_back",
+    "rows_back_reduce",
+    "reduce_rows_first",
 ]
 
 
@@ -85,7 +97,8 @@ class Conversion:
     `op` is the name in the `torch.ops.autotp` namespace; `forward` and `backward` are primitives:
     slice takes this rank's part, pad puts it back among zeros, keep_first keeps the value on rank 0
     and zero elsewhere, slice_first does both for what is held in copies, pad_reduce is pad and then
-    an all-reduce.
+    an all-reduce. rows_first moves this rank's own rows to the front, rows_back back to where they
+    were; zero elsewhere. rows_back_reduce and reduce_rows_first do so with an all-reduce.
     """
 
     op: str
@@ -108,7 +121,13 @@ CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
     ("R", "S~"): Conversion("scatter_copies", "slice", "pad_reduce"),
     ("R~", "S~"): Conversion("scatter_partial", "slice", "pad"),
     ("S~", "R"): Conversion("gather_copies", "all_gather", "slice_first"),
+    ("R", "G"): Conversion("own_rows", "rows_first", "rows_back_reduce"),
+    ("R~", "G"): Conversion("own_rows_partial", "rows_first", "rows_back"),
+    ("G", "P"): Conversion("rows_in_place", "rows_back", "rows_first"),
+    ("G", "R"): Conversion("reduce_rows", "rows_back_reduce", "rows_first"),
+    ("G", "R~"): Conversion("reduce_rows_copy", "rows_back_reduce", "reduce_rows_first"),
 }
 """Every legal change of placement, by kinds (forward / backward). Absent pairs are forbidden:
 S to P would be padding with zeros, which a solver exploits; R to P serves biases, and values
-computed from parameters alone."""
+computed from parameters alone. G to P is what the rows of grouped products are for: they are added
+where they go, by one rank each."""

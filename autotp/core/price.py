@@ -27,6 +27,8 @@ COLLECTIVES = {
     "reduce_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
     "pad_reduce": "all_reduce",
+    "rows_back_reduce": "all_reduce",
+    "reduce_rows_first": "all_reduce",
 }
 """Primitives that communicate, and what each runs."""
 
@@ -60,7 +62,9 @@ def primitives(
     if source.kind == target.kind and source.dim == target.dim:
         return None  # two axes of one dim: gathered first
     conversion = CONVERSIONS.get((source.kind, target.kind))
-    if conversion is None or (target.kind == "P" and not (keep or weight)):
+    if conversion is None:
+        return None
+    if (source.kind, target.kind) == ("R", "P") and not (keep or weight):
         return None
     if not (weight or everything) and (source.kind, target.kind) in _UNPRICED:
         return None

@@ -78,6 +78,7 @@ class Factor:
     - `join`: "sum" or "mean" for a reduced factor.
     - `block`: a rank must hold consecutive elements of it.
     - `aligned`: a rank must hold a multiple of `ALIGNED` elements of it.
+    - `grouped`: the bounds of rows with which it may be cut all the same, by whole groups.
     """
 
     kind: FactorKind
@@ -86,6 +87,7 @@ class Factor:
     join: str = ""
     block: bool = False
     aligned: bool = False
+    grouped: str = ""
 
 
 @dataclass(frozen=True, slots=True)

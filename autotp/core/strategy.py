@@ -10,9 +10,13 @@ A strategy gives every operand and result a placement. There are four kinds:
 
 An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient:
 R~ in training, R without gradients.
+
+Where rows are grouped (`core.groups`), rows and groups are cut together: values with the rows are
+G, weights with the groups S. Every value with a gradient must have one of the two, since rows that
+mean nothing would reach the gradient of another.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -100,14 +104,25 @@ class _Maker:
             for axis in leaves:
                 if self._divides(axis):
                     yield number, Partition((Part(axis.name),))
+                elif axis.groups:
+                    yield from self._rows(number, axis)
             names = {leaf.name for leaf in leaves}
             for partition in [p for p in joint if not names.isdisjoint(p.axes)]:
                 del joint[partition]
                 yield number, partition
 
+    def _rows(self, number: int, rows: Atom) -> Iterator[tuple[int, Partition]]:
+        """Grouped rows cut together with all that is cut by their groups."""
+        of, bounds = rows.groups.axis if rows.groups else "", rows.groups and rows.groups.bounds
+        along = [f.dim for f in self.rule.factors if f.grouped == bounds]
+        groups = [a for dim in ((self.forest.named(of),), *along) for a in self.forest.leaves(dim)]
+        groups = list(dict.fromkeys(a for a in groups if a is not rows))
+        if all(self._divides(axis) for axis in groups):
+            yield number, Partition(tuple(Part(a.name) for a in (rows, *groups)))
+
     def _divides(self, axis: Atom) -> bool:
         size = axis.size.static
-        if axis.data or size is None:
+        if axis.data or axis.groups or size is None:
             return False
         return size % self.tp == 0 or (size >= self.tp and axis.name in self.offers.uneven)
 
@@ -118,17 +133,21 @@ class _Maker:
 
     def split(self, number: int, partition: Partition) -> Strategy | None:
         """The strategy that cuts `partition` in factor `number`, or None if it is illegal."""
+        rows = self._grouped(partition)
+        bounds = rows.groups.bounds if rows and rows.groups else None
         touched = self._touched(number, partition)
-        reduced = [f for f in touched if f.kind == "reduce"]
-        if any(f.kind == "whole" for f in touched) or (reduced and len(touched) > 1):
+        kinds = ["pass" if f.grouped and f.grouped == bounds else f.kind for f in touched]
+        reduced = [f for f, kind in zip(touched, kinds, strict=True) if kind == "reduce"]
+        if "whole" in kinds or (reduced and len(touched) > 1):
             return None
         if reduced and not (self.facts.floating and self._contracts(reduced[0], partition)):
             return None
         if not all(self._fits(f, partition) for f in touched):
             return None
         slots = {slot for f in touched for slot in f.slots}
-        operands = [self._placed(k, slots, partition) for k in range(len(self.facts.operands))]
-        results = [self._placed(~r, slots, partition) for r in range(len(self.rule.results))]
+        place = self._placed if rows is None else self._with_rows(rows)
+        operands = [place(k, slots, partition) for k in range(len(self.facts.operands))]
+        results = [place(~r, slots, partition) for r in range(len(self.rule.results))]
         if None in operands or None in results:
             return None
         for k in self.rule.bias if reduced else ():
@@ -145,6 +164,27 @@ class _Maker:
         rest = partition.without(self.forest.present((first.dim,), partition).axes)
         others = [f for f in self.rule.factors if f is not first and self._has(f.dim, rest)]
         return [first, *others]
+
+    def _grouped(self, partition: Partition) -> Atom | None:
+        """The grouped rows that a partition cuts, if it does."""
+        axes = (self.forest.named(axis) for axis in partition.axes)
+        return next((axis for axis in axes if axis.groups), None)
+
+    def _with_rows(self, rows: Atom) -> Callable[[int, set[Slot], Partition], Placement | None]:
+        """`_placed` where rows are grouped: values with them are G, alone in their dim."""
+
+        def placed(slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
+            dims = self._dims(slot)
+            cut = [d for d, dim in enumerate(dims) if self._has(dim, partition)]
+            found = [d for d in cut if (slot, d) in slots]
+            if any(self.forest.contains(dims[d], rows) for d in found):
+                alone = len(found) == 1 and self.forest.flat(dims[found[0]]) == (rows,)
+                return Placement("G", found[0], rows.name) if alone else None
+            if slot < 0 or (not found and self.lacking(slot) == SHARED):
+                return None
+            return self._placed(slot, slots, partition)
+
+        return placed
 
     def _has(self, dim: Dim, partition: Partition) -> bool:
         return bool(partition.parts) and bool(self.forest.present((dim,), partition).parts)
@@ -164,6 +204,8 @@ class _Maker:
         if not (factor.block or factor.aligned):
             return True
         cuts = [cut for cut in self._cuts(factor, partition) if cut]
+        if not cuts:
+            return False  # grouped rows
         known = [cut for cut in cuts if cut.is_known]
         lengths = [cut.local_length(r, self.tp) for cut in known for r in range(self.tp)]
         aligned = not factor.aligned or all(n % ALIGNED == 0 for n in lengths)

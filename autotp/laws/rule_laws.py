@@ -5,6 +5,7 @@ run it on shards, and the real rewriter writes each of them. Then every rank's g
 operands that are placed by definition, without any conversion:
 
     R, R~   the whole operand               P   random summands of it      S, S~   this rank's part
+    G       this rank's rows, then NaN
 
 and what comes out must be placed as the strategy says, forward and backward. The result's gradient
 is given, and the operands' gradients are read, by the dual:
@@ -37,6 +38,7 @@ from autotp.passes.rewrite import Target, rewrite
 from autotp.rulebook import root
 from autotp.run import conjugates
 from autotp.run.blocks import first_copy, put, take
+from autotp.run.rows import own_bounds, rows_back, rows_first
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10
@@ -62,7 +64,7 @@ def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...
 def every_offer(case: Case, tp: int) -> Offers:
     """All that a group of `tp` could ever cut in the case's node."""
     forest, rule = case.analysis.forest, case.use.rule
-    leaves = [a for f in rule.factors for a in forest.leaves(f.dim) if not a.data]
+    leaves = [a for f in rule.factors for a in forest.leaves(f.dim) if not (a.data or a.groups)]
     axes = list(dict.fromkeys(a for a in leaves if a.size.static))
     factored = [
         Partition((Part(a.name, n, tp // n), Part(b.name, tp // n)))
@@ -177,9 +179,22 @@ class _Law:
 
     def _placed(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
         """Each rank's tensor, by the definition of the placement."""
+        if placement.is_grouped:
+            return [self._own_rows(x, placement, rank) for rank in range(self.tp)]
         if placement.is_split:
             return [self._part(x, placement, dims, rank) for rank in range(self.tp)]
         return self._summands(x) if placement.kind == "P" else [x] * self.tp
+
+    def _bounds(self, placement: Placement) -> Tensor:
+        groups = self.forest.named(placement.axis).groups
+        assert groups is not None
+        return self.case.tensors[groups.bounds]
+
+    def _own_rows(self, x: Tensor, placement: Placement, rank: int) -> Tensor:
+        """The rows of a rank; what follows them means nothing: NaN."""
+        bounds, dim = self._bounds(placement), placement.dim
+        own = rows_first(torch.ones_like(x), bounds, dim, rank, self.tp) == 1
+        return rows_first(x, bounds, dim, rank, self.tp).masked_fill(~own, torch.nan)
 
     def _part(self, x: Tensor, placement: Placement, dims: Sequence[Dim], rank: int) -> Tensor:
         for dim, split in splits_of(self.forest, dims, placement):
@@ -248,6 +263,10 @@ class _Law:
         wanted = [whole] * self.tp
         if placement.is_split:
             wanted = self._placed(whole, placement, dims)
+        elif placement.is_grouped:
+            bounds, dim = self._bounds(placement), placement.dim
+            places = [rows_back(p, bounds, dim, r, self.tp) for r, p in enumerate(parts)]
+            wanted, parts = [whole], [sum(places[1:], places[0])]
         elif placement.kind == "P":
             wanted, parts = [whole], [sum(parts[1:], parts[0])]
         for rank, (expected, part) in enumerate(zip(wanted, parts, strict=True)):
@@ -380,6 +399,12 @@ class _Rank(fx.Interpreter):
 
     def share_gradients(self, xs: list[Tensor], cuts: list[list[int]], group: str) -> list[Tensor]:
         return xs
+
+    def own_rows(self, x: Tensor, bounds: Tensor, dim: int, group: str) -> Tensor:
+        return rows_first(x, bounds, dim, self.rank, self.tp)
+
+    def local_bounds(self, bounds: Tensor, group: str) -> Tensor:
+        return own_bounds(bounds, self.rank, self.tp)
 
     def local_index(self, index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
         start, length = share(size, self.tp, self.rank)

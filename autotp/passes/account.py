@@ -50,6 +50,8 @@ class _Accountant:
         self.names: dict[str, str] = {}
         for pair in found.matching.pairs:
             self.names |= self._axis_names(pair)
+        for name, axis in found.matching.experts.items():
+            self.names.setdefault(axis.name, f"{_module((name,))}.experts")
         through = self._through()
         if through is not None:
             self.names.setdefault(through, "hidden")
@@ -135,8 +137,10 @@ class _Accountant:
         cut = self._pair_cut(pair)
         tp, module = self.asked.tp, _module((*pair.openers, *pair.closers))
         axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
+        several = {*self.found.matching.experts.values()}
         names = {a: "hidden" for a in axes if a not in pair.axes}
-        names |= {a: self.names[a.name].rpartition(".")[2] for a in pair.axes}
+        told = [*pair.axes, *(a for a in axes if a in several)]
+        names |= {a: self.names[a.name].rpartition(".")[2] for a in told}
         carrying = axes if cut.parts else pair.axes
         partition = cut if cut.parts else Partition((Part(axes[0].name, 1),))
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
@@ -178,11 +182,15 @@ class _Accountant:
     def _pair_cut(self, pair: AxisPair) -> Partition:
         """What most of the pair's bytes are split along; empty if none are.
 
-        A looked-up table may be split along its other axis; else the pair's own axes alone count.
+        A looked-up table may be split along its other axis; else the pair's own axes and that of
+        its experts alone count.
         """
         opener = self.analysis.parameters[pair.openers[0]]
         dims = self.analysis.dims[(opener, 0)] if pair.vocabulary else ()
-        axes = {a.name for a in (*pair.axes, *(a for d in dims for a in self.forest.leaves(d)))}
+        several = self.found.matching.experts
+        experts = [several[n] for n in (*pair.openers, *pair.closers) if n in several]
+        others = (a for d in dims for a in self.forest.leaves(d))
+        axes = {a.name for a in (*pair.axes, *experts, *others)}
         weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
             cut = Partition.of(self._placement(name).axis).among(axes)

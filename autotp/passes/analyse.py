@@ -18,6 +18,7 @@ from autotp.core.axis import Dim, Forest
 from autotp.core.rule import Discovery, Factor, NodeRule, Row
 from autotp.errors import UnknownOpError
 from autotp.passes.derive import Call, apply
+from autotp.passes.derive_order import Orders
 from autotp.passes.discover import bound, discovered
 from autotp.passes.discover_call import Opaque, opaque_of
 from autotp.program import Program
@@ -81,6 +82,7 @@ class _Reader:
         self.analysis = Analysis(program, Forest(), stops=stops, differing=rulebook.differing)
         self.forest = self.analysis.forest
         self.parameters, self.rulebook, self.tried = parameters, rulebook, tried
+        self.orders = Orders(rulebook.rows)
         self.sizes = Sizes()
         self.data = {name: set(dims) for name, dims in program.data_dims.items()}
         self.from_input: set[fx.Node] = set()  # values, not sizes, of an input reach these nodes
@@ -167,7 +169,8 @@ class _Reader:
         count = max(metas, default=-1) + 1
         sizes = [self.sizes.of(metas[k]) if k in metas else () for k in range(count)]
         arguments, positions = arguments_of(node, operands)
-        return Call(self.forest, [o.dims for o in operands], sizes, positions, arguments, row)
+        dims = [o.dims for o in operands]
+        return Call(self.forest, dims, sizes, positions, arguments, row, self.orders)
 
     def _discovered(
         self,

@@ -29,6 +29,7 @@ __all__ = ["check"]
 _OPS: dict[str, list[tuple[Kind, Kind]]] = {}
 for _kinds, _conversion in CONVERSIONS.items():
     _OPS.setdefault(_conversion.op, []).append(_kinds)
+_ROWS = {c.op for kinds, c in CONVERSIONS.items() if "G" in kinds}
 _RAW = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
@@ -129,6 +130,7 @@ class _Checker:
             wanted = " or ".join(targets)
             raise VerifyError(f"{_at(node)}: gives {wanted}, but is taken for {made.placement}")
         self._cuts(node, read, made)
+        self._rows(node, claimed, made)
 
     def _cuts(self, node: fx.Node, read: fx.Node, made: TracedValue | None) -> None:
         """The dims and splits written into a conversion are those of the placements it joins."""
@@ -137,12 +139,26 @@ class _Checker:
         for traced in (before, made):
             if traced is not None and traced.placement.is_split:
                 wanted += [traced.placement.dim, list(traced.split or ())]
-        written = list(node.args[1:-1])
+        written = [] if _name(node)[1] in _ROWS else list(node.args[1:-1])
         if written and (before is not None or made is not None) and wanted and written != wanted:
             raise VerifyError(
                 f"{_at(node)}: cuts (dim, outer, segments …) {written}, but the placements it "
                 f"joins are cut {wanted}: a wrong slice"
             )
+
+    def _rows(self, node: fx.Node, claimed: Placement, made: TracedValue | None) -> None:
+        """The rows that a conversion moves are grouped by the bounds of their axis."""
+        joined = (claimed, made.placement if made else claimed)
+        for placement in (p for p in joined if p.is_grouped):
+            groups = self.analysis.forest.named(placement.axis).groups
+            wanted = (groups and groups.bounds, placement.dim)
+            bounds, dim = cast("tuple[fx.Node, int]", node.args[1:3])
+            traced = self.values.get(bounds.name)
+            if (traced.origin if traced else bounds.name, dim) != wanted:
+                raise VerifyError(
+                    f"{_at(node)}: moves rows along dim {dim}, grouped by {bounds.name}, but they "
+                    f"are grouped along dim {wanted[1]} by {wanted[0]}: other rows than its own"
+                )
 
     def _raw(self, node: fx.Node, op: str) -> None:
         claimed = self._claim(_past_casts(cast(fx.Node, node.args[0]), self.values))
@@ -172,6 +188,8 @@ class _Checker:
         namespace, op = _name(found)
         if namespace == "autotp" and op in ("scatter", "scatter_copies"):
             return self._constant_cut(found, operand, wanted)
+        if namespace == "autotp" and op == "own_rows" and wanted.is_grouped:
+            return wanted if found.args[2] == wanted.dim else REPLICATED
         return PARTIAL if (namespace, op) == ("autotp", "keep_first") else REPLICATED
 
     def _constant_cut(self, found: fx.Node, operand: Operand, wanted: Placement) -> Placement:

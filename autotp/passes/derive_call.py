@@ -8,6 +8,7 @@ from autotp.core.axis import Dim, Forest
 from autotp.core.notation import ELLIPSIS, Pattern, Signature
 from autotp.core.rule import Factor, FactorKind, NodeRule, Row, Slot
 from autotp.core.size import Size
+from autotp.passes.derive_order import Orders
 
 __all__ = ["Binding", "Builder", "Call", "moved", "notation", "position", "renumbered"]
 
@@ -20,6 +21,7 @@ class Call:
     - `positions`: for each tensor argument of the schema, its operand number, None if absent, -1 if
       it is a literal.
     - `arguments`: all arguments by schema name, defaults filled in; `dims`: the forest.
+    - `orders`: what is known of positions.
     """
 
     forest: Forest
@@ -28,6 +30,7 @@ class Call:
     positions: tuple[int | None, ...]
     arguments: Mapping[str, Any]
     row: Row
+    orders: Orders
 
     def axis(self, value: int, rank: int) -> int:
         """`value` as a dim counted from 0."""

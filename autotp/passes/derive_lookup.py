@@ -30,8 +30,9 @@ def table(call: Call) -> NodeRule | None:
 def index(call: Call) -> NodeRule | None:
     """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes.
 
-    `table[ids]`, one index of the first dim, is a lookup that may be cut along the rows. A mask of
-    several dims stands for as many of them: it has no rule.
+    `table[ids]`, one index of the first dim, is a lookup that may be cut along the rows; where
+    `ids` are what rows are grouped by, it may also be cut together with those. A mask of several
+    dims stands for as many of them: it has no rule.
     """
     listed = cast("list[Any]", call.arguments["indices"])
     if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
@@ -42,7 +43,9 @@ def index(call: Call) -> NodeRule | None:
     source = call.operands[0]
     rank = len(call.sizes[0]) - (len(source) - len(used))
     table = used == [0] and bool(source[0]) and _counts(listed[0].meta["val"])
-    factors = [_indexed(source[k], k, table=table) for k in used if source[k]]
+    groups = call.forest.size(source[0]).static if table else None
+    bounds = call.orders.bounds(listed[0], groups) if groups and rank == 1 else ""
+    factors = [_indexed(source[k], k, bounds, table=table) for k in used if source[k]]
     middle: list[Dim] = []
     for j in range(rank):
         middle.append(call.fresh(0, used[0] + j, data=True))
@@ -51,16 +54,18 @@ def index(call: Call) -> NodeRule | None:
         if i not in used and dim:
             j = i if i < used[0] else i - len(used) + rank
             factors.append(Factor("pass", dim, ((0, i), (~0, j))))
-    factors += [Factor("whole", d, ((~0, used[0] + j),)) for j, d in enumerate(middle) if d]
+    factors += [
+        Factor("whole", d, ((~0, used[0] + j),), grouped=bounds) for j, d in enumerate(middle) if d
+    ]
     emit = "lookup" if table else ""
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=emit)
 
 
-def _indexed(dim: Dim, at: int, *, table: bool) -> Factor:
+def _indexed(dim: Dim, at: int, bounds: str, *, table: bool) -> Factor:
     """The looked-up dim: rows of a table that another rank holds count as zero there."""
     slots: tuple[Slot, ...] = ((0, at),)
     if table:
-        return Factor("reduce", dim, slots, "sum", block=True)
+        return Factor("reduce", dim, slots, "sum", block=True, grouped=bounds)
     return Factor("whole", dim, slots)
 
 

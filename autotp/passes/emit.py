@@ -34,6 +34,7 @@ class Site:
 
     - `partition`: what its strategy cuts; `to`: whom the graph is for (its rank matters only where
       parts are uneven).
+    - `bounds`: where the groups of the result's rows end, where they are grouped.
     """
 
     graph: fx.Graph
@@ -44,6 +45,7 @@ class Site:
     to: Target
     args: list[Any]
     kwargs: dict[str, Any]
+    bounds: fx.Node | None = None
 
     def is_cut(self, dim: Dim) -> bool:
         """Whether the strategy cuts an axis of `dim`."""
@@ -202,12 +204,14 @@ def sections(site: Site) -> fx.Node:
 
 def lookup(site: Site) -> fx.Node:
     """A table cut along its rows: ids of other ranks read row 0 and contribute zero."""
-    if site.strategy.results[0].kind != "P":
+    if site.strategy.results[0].kind not in ("P", "G"):
         return site.plain()
     total = site.forest.size(site.use.rule.factors[0].dim).static
     table, ids = site.args[0], site.args[1]
     listed = isinstance(ids, list | tuple)  # table[ids], where -1 is the last row
-    if listed:
+    if site.bounds is not None:
+        ids = _own_ids(site, cast("Sequence[fx.Node]", ids)[0], site.bounds)
+    elif listed:
         ids = site.call(aten.remainder.Scalar, cast("Sequence[Any]", ids)[0], total)
     found = site.call(torch.ops.autotp.local_index.default, ids, total, site.to.group)
     local = site.call(operator.getitem, found, 0)
@@ -228,6 +232,13 @@ def lookup(site: Site) -> fx.Node:
     return value
 
 
+def _own_ids(site: Site, ids: fx.Node, bounds: fx.Node) -> fx.Node:
+    """The ids of this rank's own rows, then -1, which no rank has."""
+    counted = site.call(aten.add.Scalar, ids, 1)
+    own = site.call(torch.ops.autotp.own_rows.default, counted, bounds, 0, site.to.group)
+    return site.call(aten.sub.Scalar, own, 1)
+
+
 def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) -> fx.Node:
     """The padding row gives its value but takes no gradient, whichever rank holds it."""
     chosen = site.call(aten.eq.Scalar, ids, padding)
@@ -245,6 +256,14 @@ def groups(site: Site) -> fx.Node:
     return site.plain()
 
 
+def grouped(site: Site) -> fx.Node:
+    """A product of grouped rows: this rank's groups, counted from its own first row."""
+    if site.strategy.results[0].is_grouped:
+        place, bounds = site.argument("offs")
+        site.replace(place, site.call(torch.ops.autotp.local_bounds.default, bounds, site.to.group))
+    return site.plain()
+
+
 def rescale(site: Site) -> fx.Node:
     """A mean over a split dim: the local mean counts for this rank's part of the elements."""
     value = site.plain()
@@ -259,6 +278,7 @@ def rescale(site: Site) -> fx.Node:
 
 FORMS: Mapping[str, Form] = {
     "": Site.plain,
+    "grouped": grouped,
     "groups": groups,
     "lookup": lookup,
     "repeats": repeats,

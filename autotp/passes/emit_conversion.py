@@ -20,7 +20,7 @@ __all__ = ["Target", "conversion"]
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
-_SUMS = {"all_reduce", "reduce_scatter", "pad_reduce"}
+_SUMS = {"all_reduce", "reduce_scatter", "pad_reduce", "rows_back_reduce", "reduce_rows_first"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,12 @@ def conversion(
     target: Placement,
     cut: Callable[[Placement], Split],
     to: Target,
+    bounds: fx.Node | None = None,
 ) -> fx.Node:
     """The node, written after all others, that brings `node` from `source` to `target`.
 
     - `cut`: how the value's dim is cut in a split placement.
+    - `bounds`: where groups of rows end, in a grouped one.
     """
     op = CONVERSIONS[(source.kind, target.kind)]
     if not to.training and op.forward == "all_reduce":
@@ -55,6 +57,9 @@ def conversion(
     if not to.training and op.forward == "all_gather" and _is_block(cut(source), to.tp):
         return _gather(node, source.dim, to)
     args: list[Any] = [node]
+    for placement in (source, target):
+        if placement.is_grouped:
+            args += [bounds, placement.dim]
     for placement in (source, target):
         if placement.is_split:
             args += [placement.dim, list(cut(placement).encode())]

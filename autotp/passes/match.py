@@ -26,6 +26,7 @@ from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
 from autotp.core.axis import Atom
 from autotp.core.rule import Factor
 from autotp.passes.match_bytes import carried
+from autotp.passes.match_experts import with_experts
 from autotp.rulebook import Role, Rulebook
 
 __all__ = ["match"]
@@ -51,7 +52,7 @@ def match(analysis: Analysis, rulebook: Rulebook) -> Matching:
     found.pairs += summed.pairs
     found.home |= summed.home
     found.pair_of |= summed.pair_of
-    return found
+    return with_experts(analysis, found)
 
 
 VOCABULARY = Role("vocabulary", frozenset(), "vocabulary")

@@ -81,6 +81,7 @@ class _Poser:
         self.prices: dict[Value, Prices] = {}
         self.paddings: dict[str, Fraction] = {"": Fraction(1)}
         self.weights = Weights(analysis, matching, terms)
+        self.order = {n.name: k for k, n in enumerate(analysis.program.graph.nodes)}
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
         self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
@@ -137,7 +138,16 @@ class _Poser:
         )
         tp, training = self.terms.tp, self.terms.training
         forest, offers = analysis.forest, self.terms.offers
-        return strategies(use.rule, facts, forest, tp, training=training, offers=offers)
+        found = strategies(use.rule, facts, forest, tp, training=training, offers=offers)
+        return tuple(s for s in found if self._is_bounded(use.node, s))
+
+    def _is_bounded(self, node: Any, strategy: Strategy) -> bool:  # noqa: ANN401  an fx.Node
+        """Whether rows are grouped by bounds that are known where the node stands."""
+        for axis in Partition.of(strategy.axis).axes:
+            groups = self.analysis.forest.named(axis).groups
+            if groups and self.order[groups.bounds] >= self.order[node.name]:
+                return False
+        return True
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
 

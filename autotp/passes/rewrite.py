@@ -76,6 +76,7 @@ class _Writer:
         self.analysis, self.forest = analysis, analysis.forest
         self.decision, self.target = decision, target
         self.causes = Causes(analysis, decision)
+        self.named = {node.name: node for node in analysis.program.graph.nodes}
         self.graph = fx.Graph()
         self.result = Rewritten(self.graph)
         self.noted: list[tuple[fx.Node | None, Emitted]] = []
@@ -199,15 +200,17 @@ class _Writer:
         form = FORMS[use.rule.emit if strategy.axis else ""]
         partition = Partition.of(strategy.axis) if strategy.axis else Partition(())
         self.result.uneven |= self._is_uneven(partition)
-        new = form(
-            Site(self.graph, use, strategy, partition, self.forest, self.target, args, kwargs)
-        )
+        made = next(iter(strategy.results), REPLICATED)
+        bounds = self._bounds(use.rule.results[0][made.dim]) if made.is_grouped else None
+        site = (self.graph, use, strategy, partition, self.forest, self.target, args, kwargs)
+        new = form(Site(*site, bounds))
         new.target = _IN_ANY_STRIDES.get(new.target, new.target)
         return new
 
     def _is_uneven(self, partition: Partition) -> bool:
-        sizes = [(self.forest.named(p.axis).size.coefficient, p.parts) for p in partition.parts]
-        return any(size % (parts or self.target.tp) for size, parts in sizes)
+        axes = [(self.forest.named(p.axis), p.parts) for p in partition.parts]
+        cut = [(a.size.coefficient, parts) for a, parts in axes if not a.groups]
+        return any(size % (parts or self.target.tp) for size, parts in cut)
 
     def _mark(self, before: fx.Node | None, origin: fx.Node) -> None:
         """Give every node written after `before` the stack of the node it was written for."""
@@ -238,7 +241,7 @@ class _Writer:
         part.
         """
         node = self.plain[operand.value[0]]
-        if not wanted.is_split and wanted.kind != "P":
+        if not wanted.is_split and wanted.kind not in ("P", "G"):
             return node
         steps = self._cut_apart(wanted, operand.dims)
         cut = [(p.dim, self._split(operand.dims, p).encode()) for p in steps if p.is_split]
@@ -311,7 +314,19 @@ class _Writer:
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
     ) -> fx.Node:
-        return conversion(node, source, target, lambda p: self._split(dims, p), self.target)
+        grouped = [p for p in (source, target) if p.is_grouped]
+        bounds = self._bounds(dims[grouped[0].dim]) if grouped else None
+        return conversion(node, source, target, lambda p: self._split(dims, p), self.target, bounds)
+
+    def _bounds(self, dim: Dim) -> fx.Node:
+        """The new node whose value says where the groups of a dim's rows end."""
+        groups = self.forest.flat(dim)[0].groups
+        assert groups, "rows are grouped by their bounds"
+        node = self.named[groups.bounds]
+        value = source_of(node)
+        if value not in self.analysis.dims:
+            return self.plain[node]
+        return self._converted(value, REPLICATED, keep=False, reader=node)
 
     def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
         cut = self.forest.split(dims[placement.dim], Partition.of(placement.axis))

@@ -29,15 +29,22 @@ class Causes:
 
     def forward(self, value: Value, source: Placement, target: Placement) -> tuple[str, ...]:
         """The axes for which a conversion of `value` communicates forward."""
-        if source.is_split or source != PARTIAL:
-            return Partition.of((source if source.is_split else target).axis).axes
+        if source != PARTIAL:
+            return self._axes(source.axis or target.axis)
         return tuple(self._summed(value))
 
     def backward(self, source: Placement, target: Placement, reader: fx.Node) -> tuple[str, ...]:
         """The axes for which a conversion for `reader` communicates backward."""
         if target.kind != "R~":
-            return Partition.of((target if target.is_split else source).axis).axes
-        return Partition.of(source.axis).axes or tuple(self._read(reader))
+            return self._axes(target.axis or source.axis)
+        return self._axes(source.axis) or tuple(self._read(reader))
+
+    def _axes(self, text: str) -> tuple[str, ...]:
+        """The axes of a partition; with grouped rows, that of their groups."""
+        forest = self.analysis.forest
+        axes = [forest.named(name) for name in Partition.of(text).axes]
+        groups = [forest.named(a.groups.axis) for a in axes if a.groups]
+        return tuple(a.name for a in (*axes, *groups))
 
     def where(self, node: fx.Node) -> str:
         """The module path of a node; with its op where the module is more than that op's."""
@@ -65,8 +72,11 @@ class Causes:
             return dict.fromkeys(Partition.of(strategy.axis).axes if strategy else ())
         for result in range(len(strategy.results)):
             for use, k in self.readers[(reader, result)]:
-                if self.decision.strategies[use.node].operands[k] == SHARED:
+                placement = self.decision.strategies[use.node].operands[k]
+                if placement == SHARED:
                     return self._read(use.node)
+                if placement.is_grouped:
+                    return dict.fromkeys(self._axes(placement.axis))
         return {}
 
 

@@ -8,6 +8,9 @@ A placement is a claim about every rank's tensor, forward and backward:
     P        their sum is                 each is the whole
     S        joined they are              joined they are
 
+Of the other kinds nothing is said here: what the values are, or the gradients, depends on which
+ranks hold copies (S~), on two dims (SS) or on other values (G). What they become is compared.
+
 A gradient thus lies as a value of the dual kind does.
 """
 

@@ -104,6 +104,8 @@ class _Forward:
         if self.first is not None or traced is None or whole is None:
             return
         kind, tolerance = traced.placement.kind, self.case.tolerance
+        if kind not in CLAIMS:
+            return
         gap = disagreement(whole, parts, CLAIMS[kind], traced.placement.dim, traced.split)
         if gap.relative > tolerance:
             self.first = (
@@ -157,6 +159,8 @@ class _Backward:
         traced = self.names.of(edge[0])
         readings = self._realised(traced, edge) if traced else []
         if traced is None or not readings or not shared.isdisjoint(readings):
+            return None
+        if traced.placement.kind not in DUAL:
             return None
         whole = torch.stack([self.whole[reading] for reading in readings]).sum(0)
         kind, tolerance = DUAL[traced.placement.kind], self.case.tolerance

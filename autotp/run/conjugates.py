@@ -3,8 +3,11 @@
     copy, reduce, reduce_copy, keep_first, first_gradient          (x, group)
     scatter, scatter_partial, gather, gather_copy, reduce_scatter  (x, dim, split, group)
     exchange                              (x, dim, split, to_dim, to_split, group)
+    own_rows, own_rows_partial, rows_in_place, reduce_rows, reduce_rows_copy
+                                          (x, bounds, dim, group)
     share_gradients       (xs, cuts, group): their gradients in one bucket a dtype and sub-group
     local_index           (index, size, group): this rank's rows of a lookup in `size` rows
+    local_bounds          (bounds, group): where each of this rank's groups of rows ends
 
 `split` is `Split.encode()`, `group` the name of a process group. Ops that sum take `dtype=`, in
 which they sum. All is read off the table in `core.placement`: each op runs one primitive forward
@@ -28,6 +31,7 @@ from autotp.core.split import Peers, Split, share
 from autotp.run.blocks import rejoined, segments
 from autotp.run.group import among, rank_of, size_of
 from autotp.run.primitives import PRIMITIVES, Cut, Wire
+from autotp.run.rows import own_bounds
 
 __all__ = ["LIBRARY", "schema"]
 
@@ -36,7 +40,8 @@ LIBRARY = torch.library.Library("autotp", "DEF")
 
 _ALIASING = {"identity", "slice", "keep_first"}
 _CUTTING = {"slice", "pad", "all_gather", "reduce_scatter", "slice_first", "pad_reduce"}
-_SUMMING = {"all_reduce", "reduce_scatter", "pad_reduce"}
+_GROUPED = {"rows_first", "rows_back", "rows_back_reduce", "reduce_rows_first"}
+_SUMMING = {"all_reduce", "reduce_scatter", "pad_reduce", "rows_back_reduce", "reduce_rows_first"}
 _NOWHERE = Cut(0, Split(1, ()))
 
 
@@ -108,9 +113,10 @@ def schema(conversion: Conversion) -> str:
     primitives = {conversion.forward, conversion.backward}
     tensor = "Tensor(a)" if conversion.forward in _ALIASING else "Tensor"
     cut = ", int dim, int[] split" if primitives & (_CUTTING | {"all_to_all"}) else ""
+    rows = ", Tensor bounds, int dim" if primitives & _GROUPED else ""
     to = ", int to_dim, int[] to_split" if "all_to_all" in primitives else ""
     dtype = ", *, ScalarType? dtype=None" if primitives & _SUMMING else ""
-    return f"{conversion.op}({tensor} x{cut}{to}, str group{dtype}) -> {tensor}"
+    return f"{conversion.op}({tensor} x{rows}{cut}{to}, str group{dtype}) -> {tensor}"
 
 
 def _converted(x: Tensor, step: _Step) -> Tensor:
@@ -139,7 +145,15 @@ def _implementation(conversion: Conversion) -> Callable[..., Tensor]:
         first, last = Cut(dim, Split.decode(split)), Cut(to_dim, Split.decode(to_split))
         return converted(x, Wire(group, first, last))
 
+    def grouped(
+        x: Tensor, bounds: Tensor, dim: int, group: str, *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        place = Cut(dim, _NOWHERE.split)
+        return converted(x, Wire(group, place, place, dtype, bounds))
+
     primitives = {conversion.forward, conversion.backward}
+    if primitives & _GROUPED:
+        return grouped
     if "all_to_all" in primitives:
         return exchange
     return cut if primitives & _CUTTING else plain
@@ -201,6 +215,10 @@ def _local_index(index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
     return local.clamp(0, length - 1), (local < 0) | (local >= length)
 
 
+def _local_bounds(bounds: Tensor, group: str) -> Tensor:
+    return own_bounds(bounds, rank_of(group), size_of(group))
+
+
 def _register(signature: str, function: Callable[..., object]) -> None:
     LIBRARY.define(signature)
     name = signature.partition("(")[0]
@@ -215,3 +233,4 @@ _register(
     _share_gradients,
 )
 _register("local_index(Tensor index, int size, str group) -> (Tensor, Tensor)", _local_index)
+_register("local_bounds(Tensor bounds, str group) -> Tensor", _local_bounds)

@@ -17,6 +17,7 @@ from autotp.core.split import Split
 from autotp.errors import PlanError
 from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.group import checked, rank_of, size_of
+from autotp.run.rows import rows_back, rows_first
 
 __all__ = ["PRIMITIVES", "Cut", "Wire"]
 
@@ -58,16 +59,24 @@ class Wire:
     - `cut`: of the sliced, gathered or scattered dim; for all_to_all, of its input.
     - `to`: for all_to_all, of its result; otherwise the same as `cut`.
     - `dtype`: what sums are computed in; None for the tensor's own.
+    - `bounds`: where each group of the rows along `cut` ends.
     """
 
     group: str
     cut: Cut
     to: Cut
     dtype: torch.dtype | None = None
+    bounds: Tensor | None = None
 
     def reversed(self) -> "Wire":
         """The wire of the backward pass."""
         return replace(self, cut=self.to, to=self.cut)
+
+    @property
+    def rows(self) -> tuple[Tensor, int]:
+        """The bounds of grouped rows, and the dim along which they lie."""
+        assert self.bounds is not None, "rows are grouped by their bounds"
+        return self.bounds, self.cut.dim
 
 
 def _identity(x: Tensor, wire: Wire) -> Tensor:
@@ -154,6 +163,22 @@ def _pad_reduce(x: Tensor, wire: Wire) -> Tensor:
     return _all_reduce(_pad(x, wire), wire)
 
 
+def _rows_first(x: Tensor, wire: Wire) -> Tensor:
+    return rows_first(x, *wire.rows, rank_of(wire.group), size_of(wire.group))
+
+
+def _rows_back(x: Tensor, wire: Wire) -> Tensor:
+    return rows_back(x, *wire.rows, rank_of(wire.group), size_of(wire.group))
+
+
+def _rows_back_reduce(x: Tensor, wire: Wire) -> Tensor:
+    return _all_reduce(_rows_back(x, wire), wire)
+
+
+def _reduce_rows_first(x: Tensor, wire: Wire) -> Tensor:
+    return _rows_first(_all_reduce(x, wire), wire)
+
+
 def _keep_first(x: Tensor, wire: Wire) -> Tensor:
     return torch.zeros_like(x) if rank_of(wire.group) else x.view_as(x)
 
@@ -169,4 +194,8 @@ PRIMITIVES: Mapping[Primitive, Callable[[Tensor, Wire], Tensor]] = {
     "keep_first": _keep_first,
     "slice_first": _slice_first,
     "pad_reduce": _pad_reduce,
+    "rows_first": _rows_first,
+    "rows_back": _rows_back,
+    "rows_back_reduce": _rows_back_reduce,
+    "reduce_rows_first": _reduce_rows_first,
 }

@@ -6,7 +6,7 @@ Ranks that ask for different things are an error: processes would hang.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -20,6 +20,7 @@ from autotp.core.split import Peers, Split, block, share
 from autotp.errors import VerifyError
 from autotp.run.blocks import rejoined, segments
 from autotp.run.primitives import Cut, Wire
+from autotp.run.rows import own_bounds
 from autotp.simulate.primitives import PRIMITIVES
 
 __all__ = ["JOINT", "NAMESPACES", "Arguments", "Joint", "Tally"]
@@ -159,12 +160,25 @@ def _conversion(conversion: Conversion) -> Joint:
     """The joint form of `torch.ops.autotp.<conversion.op>`."""
 
     def joint(given: Sequence[Arguments], tally: Tally) -> list[Any]:
-        wire = _wire(_agreed(given, "x"))
+        wire = replace(_wire(_agreed(given, "x", "bounds")), bounds=_bounds(given))
         forward = _move(conversion.forward, wire)
         backward = _move(conversion.backward, wire.reversed())
         return _stepped([g["x"] for g in given], _Step(forward, backward, "forward", tally))
 
     return joint
+
+
+def _bounds(given: Sequence[Arguments]) -> Tensor | None:
+    """Where the groups of the rows end: every rank must say the same."""
+    bounds = [g["bounds"] for g in given if "bounds" in g]
+    for rank, other in enumerate(bounds):
+        if not torch.equal(bounds[0], other):
+            raise VerifyError(
+                f"ranks 0 and {rank} of {len(given)} have their rows grouped otherwise: groups end "
+                f"at {bounds[0].tolist()} and {other.tolist()}. Give every rank the same choice of "
+                "groups"
+            )
+    return bounds[0] if bounds else None
 
 
 def _wire(agreed: Arguments) -> Wire:
@@ -253,10 +267,15 @@ def _local_index(given: Sequence[Arguments], tally: Tally) -> list[Any]:
     return [(x.clamp(0, n - 1), (x < 0) | (x >= n)) for x, n in local]
 
 
+def _local_bounds(given: Sequence[Arguments], tally: Tally) -> list[Any]:
+    return [own_bounds(g["bounds"], rank, len(given)) for rank, g in enumerate(given)]
+
+
 JOINT: Mapping[str, Joint] = {
     **{f"autotp::{conversion.op}": _conversion(conversion) for conversion in CONVERSIONS.values()},
     "autotp::share_gradients": _share_gradients,
     "autotp::local_index": _local_index,
+    "autotp::local_bounds": _local_bounds,
     "_c10d_functional::all_reduce": _raw("all_reduce", "all_reduce"),
     "_c10d_functional::all_gather_into_tensor": _raw("all_gather", "reduce_scatter"),
     "_c10d_functional::reduce_scatter_tensor": _raw("reduce_scatter", "all_gather"),

@@ -14,6 +14,7 @@ from autotp.core.placement import Primitive
 from autotp.errors import VerifyError
 from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.primitives import Cut, Wire
+from autotp.run.rows import rows_back, rows_first
 
 __all__ = ["PRIMITIVES"]
 
@@ -63,6 +64,22 @@ def _pad_reduce(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
     return _all_reduce(_pad(xs, wire), wire)
 
 
+def _rows_first(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    return [rows_first(x, *wire.rows, rank, len(xs)) for rank, x in enumerate(xs)]
+
+
+def _rows_back(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    return [rows_back(x, *wire.rows, rank, len(xs)) for rank, x in enumerate(xs)]
+
+
+def _rows_back_reduce(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    return _all_reduce(_rows_back(xs, wire), wire)
+
+
+def _reduce_rows_first(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
+    return _rows_first(_all_reduce(xs, wire), wire)
+
+
 def _keep_first(xs: Sequence[Tensor], wire: Wire) -> list[Tensor]:
     return [torch.zeros_like(x) if rank else x.view_as(x) for rank, x in enumerate(xs)]
 
@@ -78,6 +95,10 @@ PRIMITIVES: Mapping[Primitive, Callable[[Sequence[Tensor], Wire], list[Tensor]]]
     "keep_first": _keep_first,
     "slice_first": _slice_first,
     "pad_reduce": _pad_reduce,
+    "rows_first": _rows_first,
+    "rows_back": _rows_back,
+    "rows_back_reduce": _rows_back_reduce,
+    "reduce_rows_first": _reduce_rows_first,
 }
 
 

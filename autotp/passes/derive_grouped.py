@@ -1,0 +1,52 @@
+"""Rules of products whose rows are grouped: each group of rows meets a weight of its own."""
+
+from dataclasses import replace
+
+from torch import fx
+
+from autotp.core.axis import Atom, Dim
+from autotp.core.groups import Groups
+from autotp.core.notation import parse
+from autotp.core.rule import Factor, NodeRule
+from autotp.passes.derive_call import Call, notation
+
+__all__ = ["grouped"]
+
+_PRODUCT = parse("t i, e i o -> t o")
+
+
+def grouped(call: Call) -> NodeRule | None:
+    """A product of sorted rows with one matrix a group: rows and groups are whole, or cut together.
+
+    Options: `bounds` = the argument that says where each group of rows ends. It is whole on every
+    rank.
+    """
+    rule = notation(call, _PRODUCT)
+    bounds = call.arguments.get(str(call.row.options["bounds"]))
+    if rule is None or not isinstance(bounds, fx.Node):
+        return None
+    rows, experts = (_leaf(call, d) for d in (call.operands[0][0], call.operands[1][0]))
+    if rows and experts and _agree(call, rows, experts, bounds.name):
+        rows.groups = rows.groups or Groups(experts.name, bounds.name)
+        return replace(rule, factors=tuple(_grouped(f, bounds.name) for f in rule.factors))
+    return rule
+
+
+def _agree(call: Call, rows: Atom, experts: Atom, bounds: str) -> bool:
+    """Whether the rows are in no groups yet, or in those of the same experts and bounds."""
+    known = rows.groups
+    if known is None:
+        return True
+    of = call.forest.named(known.axis)
+    same = known.bounds == bounds and of.size == experts.size
+    return same and call.forest.unify((of,), (experts,))
+
+
+def _leaf(call: Call, dim: Dim) -> Atom | None:
+    """The one leaf that a dim is, None if it is more."""
+    flat = call.forest.flat(dim)
+    return flat[0] if len(flat) == 1 and flat[0].segments is None else None
+
+
+def _grouped(factor: Factor, bounds: str) -> Factor:
+    return replace(factor, grouped=bounds) if factor.kind == "whole" else factor
