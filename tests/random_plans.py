@@ -165,6 +165,7 @@ def random_problem(problem: Problem, seed: int) -> Problem:
     """
     rng = np.random.default_rng(seed)
     favour = dict(zip("0123456789prsPRS", rng.choice((1, 2, 5), 16).tolist(), strict=True))
+    favour["G"] = favour["S"]
     edges: dict[int, NDArray[np.int64]] = {}
 
     def kept(edge: Edge) -> Edge:

@@ -18,11 +18,10 @@ All axes may be cut unevenly, and all pairs of axes of one dim, or of two, by a 
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from autotp.analysis import Decision
 from autotp.core.axis import Dim, Forest
@@ -30,15 +29,16 @@ from autotp.core.machine import load_machine
 from autotp.core.partition import Offers, Part, Partition
 from autotp.core.placement import CONVERSIONS, PARTIAL, Kind, Placement
 from autotp.core.price import Prices
-from autotp.core.split import Split, share
+from autotp.core.split import Split
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import AutotpError
 from autotp.laws.rule_cases import Case
+from autotp.laws.rule_rank import RankInterpreter
 from autotp.passes.rewrite import Target, rewrite
 from autotp.rulebook import root
 from autotp.run import conjugates
 from autotp.run.blocks import first_copy, put, take
-from autotp.run.rows import own_bounds, rows_back, rows_first
+from autotp.run.rows import rows_back, rows_first
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10
@@ -230,7 +230,7 @@ class _Law:
     def _run(self, graph: fx.Graph, parameters: Mapping[str, Tensor], rank: int) -> list[Tensor]:
         torch.default_generator.manual_seed(0)  # the same dropout on every rank
         tensors = {**self.case.tensors, **parameters}
-        outputs = _Rank(graph, tensors, rank, self.tp).run(
+        outputs = RankInterpreter(graph, tensors, rank, self.tp).run(
             *(self.case.tensors[name] for name in self.case.program.inputs)
         )
         return list(outputs)
@@ -372,41 +372,3 @@ def _ended(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
         if node.op not in ("output", "placeholder") and node not in needed:
             graph.erase_node(node)
     return graph
-
-
-class _Rank(fx.Interpreter):
-    """Runs a rewritten graph as one rank would, without a group."""
-
-    def __init__(self, graph: fx.Graph, tensors: Mapping[str, Tensor], rank: int, tp: int) -> None:
-        super().__init__(nn.Module(), graph=graph)
-        self.tensors, self.rank, self.tp = tensors, rank, tp
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self.tensors[target]
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if getattr(target, "namespace", "") != "autotp":
-            return super().call_function(target, args, kwargs)
-        return getattr(self, target._schema.name.partition("::")[2])(*args)
-
-    def scatter(self, x: Tensor, dim: int, split: list[int], group: str) -> Tensor:
-        return take(x, dim, Split.decode(split), self.rank, self.tp)
-
-    scatter_copies = scatter
-
-    def keep_first(self, x: Tensor, group: str) -> Tensor:
-        return torch.zeros_like(x) if self.rank else x
-
-    def share_gradients(self, xs: list[Tensor], cuts: list[list[int]], group: str) -> list[Tensor]:
-        return xs
-
-    def own_rows(self, x: Tensor, bounds: Tensor, dim: int, group: str) -> Tensor:
-        return rows_first(x, bounds, dim, self.rank, self.tp)
-
-    def local_bounds(self, bounds: Tensor, group: str) -> Tensor:
-        return own_bounds(bounds, self.rank, self.tp)
-
-    def local_index(self, index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-        start, length = share(size, self.tp, self.rank)
-        local = index - start
-        return local.clamp(0, length - 1), (local < 0) | (local >= length)

@@ -51,7 +51,8 @@ class _Accountant:
         for pair in found.matching.pairs:
             self.names |= self._axis_names(pair)
         for name, axis in found.matching.experts.items():
-            self.names.setdefault(axis.name, f"{_module((name,))}.experts")
+            module = _module((name,))
+            self.names.setdefault(axis.name, f"{module}.experts" if module else "experts")
         through = self._through()
         if through is not None:
             self.names.setdefault(through, "hidden")
@@ -154,7 +155,7 @@ class _Accountant:
             expression=self.forest.text(self._dim_of(pair, carrying), names),
             module=module,
             split=bool(cut.parts),
-            note=self._copies(cut) if cut.parts else self.reasons.pair(pair),
+            note=self._copies(cut) or self._too_few(pair) if cut.parts else self.reasons.pair(pair),
         )
 
     def _dim_of(self, pair: AxisPair, axes: Sequence[Atom]) -> Dim:
@@ -178,6 +179,13 @@ class _Accountant:
             f"{self.asked.tp // p.parts} ranks"
             for p in told
         )
+
+    def _too_few(self, pair: AxisPair) -> str:
+        """Why experts are cut, and not handed out, where there are fewer than ranks."""
+        several, tp = self.found.matching.experts, self.asked.tp
+        named = (several[n].size.static or 0 for n in pair.openers if n in several)
+        few = next((n for n in named if n < tp), 0)
+        return f"experts ({few}): too few for tp {tp}, so each is cut" if few else ""
 
     def _pair_cut(self, pair: AxisPair) -> Partition:
         """What most of the pair's bytes are split along; empty if none are.

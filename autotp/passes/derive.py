@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from autotp.core.rule import NodeRule
 from autotp.errors import RuleError
 from autotp.passes.derive_call import Builder, Call, notation
-from autotp.passes.derive_grouped import grouped
+from autotp.passes.derive_grouped import grouped_product
 from autotp.passes.derive_lookup import index, lookup, table
 from autotp.passes.derive_named import along, constant, like, trailing, whole
 from autotp.passes.derive_piece import (
@@ -63,6 +63,7 @@ RULES: Mapping[str, Builder] = {
     "einsum": einsum,
     "expand": expand,
     "grouped": grouped,
+    "grouped_product": grouped_product,
     "halves": halves,
     "index": index,
     "like": like,

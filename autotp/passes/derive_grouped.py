@@ -10,12 +10,12 @@ from autotp.core.notation import parse
 from autotp.core.rule import Factor, NodeRule
 from autotp.passes.derive_call import Call, notation
 
-__all__ = ["grouped"]
+__all__ = ["grouped_product"]
 
 _PRODUCT = parse("t i, e i o -> t o")
 
 
-def grouped(call: Call) -> NodeRule | None:
+def grouped_product(call: Call) -> NodeRule | None:
     """A product of sorted rows with one matrix a group: rows and groups are whole, or cut together.
 
     Options: `bounds` = the argument that says where each group of rows ends. It is whole on every

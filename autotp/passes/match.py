@@ -49,20 +49,14 @@ def match(analysis: Analysis, rulebook: Rulebook) -> Matching:
     found = _Finder(analysis, rulebook).matching()
     rest = frozenset(analysis.parameters) - set(found.home)
     summed = _Finder(analysis, rulebook, rest).matching() if len(rest) > 1 else Matching()
-    found.pairs += summed.pairs
-    found.home |= summed.home
-    found.pair_of |= summed.pair_of
-    return with_experts(analysis, found)
+    return with_experts(analysis, found, summed)
 
 
 VOCABULARY = Role("vocabulary", frozenset(), "vocabulary")
 
 
 class _Finder:
-    """Openers, closers and families of one program.
-
-    `rest`: if given, pairs of these parameters alone, whose axis may be summed on its way.
-    """
+    """Openers, closers and families; of `rest` alone, if given: axes may be summed on their way."""
 
     def __init__(
         self, analysis: Analysis, rulebook: Rulebook, rest: frozenset[str] | None = None

@@ -16,8 +16,10 @@ from autotp.core.axis import Atom
 __all__ = ["with_experts"]
 
 
-def with_experts(analysis: Analysis, matching: Matching) -> Matching:
-    """`matching` with the experts of its pairs found, as one more home of their weights."""
+def with_experts(analysis: Analysis, found: Matching, rest: Matching) -> Matching:
+    """Both matchings as one, the experts of its pairs found, as one more home of their weights."""
+    pairs, pair_of = found.pairs + rest.pairs, found.pair_of | rest.pair_of
+    matching = replace(found, pairs=pairs, home=found.home | rest.home, pair_of=pair_of)
     weights = _weights(analysis, matching)
     home = {name: (*matching.home[name], axis) for name, axis in weights.items()}
     experts = weights | _biases(analysis, set(weights.values()))
