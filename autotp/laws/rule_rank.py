@@ -30,7 +30,7 @@ class RankInterpreter(fx.Interpreter):
         return getattr(self, target._schema.name.partition("::")[2])(*args)
 
     def scatter(self, x: Tensor, dim: int, split: list[int], group: str) -> Tensor:
-        """This rank's part."""
+        """The rank's part."""
         return take(x, dim, Split.decode(split), self.rank, self.tp)
 
     scatter_copies = scatter
@@ -44,7 +44,7 @@ class RankInterpreter(fx.Interpreter):
         return xs
 
     def own_rows(self, x: Tensor, bounds: Tensor, dim: int, group: str) -> Tensor:
-        """This rank's own rows, then zeros."""
+        """The rank's own rows, then zeros."""
         return rows_first(x, bounds, dim, self.rank, self.tp)
 
     def local_bounds(self, bounds: Tensor, group: str) -> Tensor:
@@ -52,7 +52,7 @@ class RankInterpreter(fx.Interpreter):
         return own_bounds(bounds, self.rank, self.tp)
 
     def local_index(self, index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-        """This rank's rows of a lookup, and which ids are not its own."""
+        """The rank's rows of a lookup, and which ids are not its own."""
         start, length = share(size, self.tp, self.rank)
         local = index - start
         return local.clamp(0, length - 1), (local < 0) | (local >= length)
