@@ -60,18 +60,34 @@ def _units(axis: Atom) -> int:
 
 
 def _side_by_side(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
-    """A partition for each sum of segments that belong to several pairs."""
+    """A partition for each sum of segments that belong to several pairs, or in part to none."""
     forest = analysis.forest
     of_axis = {a: pair for pair in matching.pairs for a in pair.axes}
-    for node in analysis.parameters.values():
+    for name, node in analysis.parameters.items():
         for dim in analysis.dims[(node, 0)]:
-            pairs = [p for s in _sections(analysis, dim) for p in _pairs(analysis, s, of_axis)]
+            sections = list(_sections(analysis, dim))
+            pairs = [p for s in sections for p in _pairs(analysis, s, of_axis)]
             distinct = list(dict.fromkeys(pairs))
-            cuts = [c for c in (_cut(pair, tp) for pair in distinct) if c]
-            if len(distinct) > 1 and len(cuts) == len(distinct):
-                parts = tuple(part for cut in cuts for part in cut.parts)
+            cuts = [_cut(pair, tp) for pair in distinct]
+            if any(
+                name in pair.closers for pair in distinct
+            ):  # what it contracts is cut throughout
+                rest = [s for s in sections if not any(_pairs(analysis, s, of_axis))]
+                cuts += dict.fromkeys(_filled(analysis, s, tp) for s in rest)
+            if len(cuts) > 1 and all(cuts):
+                parts = tuple(part for cut in cuts if cut for part in cut.parts)
                 if len({p.axis for p in parts}) == len(parts):
                     yield forest.present((dim,), Partition(parts))
+
+
+def _filled(analysis: Analysis, section: Dim, tp: int) -> Partition | None:
+    """How a segment of no pair is cut beside those of pairs: along an axis that `tp` divides."""
+    leaves = (a for a in analysis.forest.leaves(section) if not a.data)
+    return next((Partition((Part(a.name),)) for a in leaves if _divides(a, tp)), None)
+
+
+def _divides(axis: Atom, tp: int) -> bool:
+    return _units(axis) > 0 and _units(axis) % tp == 0
 
 
 def _sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:

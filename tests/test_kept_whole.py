@@ -95,3 +95,30 @@ def test_a_grouped_convolution_hands_its_groups_on(tp: int) -> None:
     assert [("mlp", 4)] == [(p.role, p.size) for p in plan.pairs]
     assert ["all_reduce"] == [c.kind for c in plan.collectives if c.phase == "forward"]
     assert 0.01 > plan.replicated_fraction
+
+
+class Gathered(nn.Module):
+    """Its input and what two layers made of it, one of the other, are closed side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 64)
+        self.close = nn.Linear(16 + 32 + 64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.relu(self.first(x))
+        two = torch.relu(self.second(one))
+        return x + self.close(torch.cat([x, one, two], -1))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pieces_of_a_sum_that_no_layer_made_are_cut_beside_those_that_one_did(tp: int) -> None:
+    model = Gathered()
+    randomize(model, 0)
+    x = torch.randn(2, 6, 16, requires_grad=True)
+    plan = proven(model, {"x": x}, tp)
+    weight = plan.parameters["close.weight"]
+
+    assert 1 == weight.dim
+    assert [(16, 16 * 112 // tp * 4)] == sorted({(s.shape[0], s.bytes) for s in weight.shards})
+    assert 0.03 > plan.replicated_fraction
