@@ -21,7 +21,7 @@ class Tables(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         places = torch.arange(ids.shape[1])
-        kinds = torch.zeros_like(ids)
+        kinds = places % 2
         x = self.norm(self.words(ids) + self.kinds(kinds) + self.places(places))
         x = x + self.down(torch.relu(self.up(x)))
         return nn.functional.linear(x, self.words.weight)
@@ -32,7 +32,7 @@ class Tables(nn.Module):
 def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> None:
     reasons = {
         3: "it is in no pair, and tp 3 divides none of its axes (2, 32)",
-        4: "it is in no pair: along dim 1 (32): aten.layer_norm.default at norm (test_kept_whole.py:",
+        4: "it is in no pair: along dim 1 (32): aten.layer_norm.default at norm (",
     }
     model = Tables(places)
     randomize(model, 0)
@@ -122,3 +122,29 @@ def test_pieces_of_a_sum_that_no_layer_made_are_cut_beside_those_that_one_did(tp
     assert 1 == weight.dim
     assert [(16, 16 * 112 // tp * 4)] == sorted({(s.shape[0], s.bytes) for s in weight.shards})
     assert 0.03 > plan.replicated_fraction
+
+
+class Optional(nn.Module):
+    """Words beside shapes, of which none may be given; both are brought to one size together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.shapes = nn.Embedding(64, 16), nn.Embedding(256, 48)
+        self.join, self.norm = nn.Linear(64, 16), nn.LayerNorm(16)
+
+    def forward(self, ids: Tensor, shapes: Tensor | None = None) -> Tensor:
+        if shapes is None:
+            shapes = torch.zeros(ids.shape, dtype=torch.int64)
+        return self.norm(self.join(torch.cat([self.words(ids), self.shapes(shapes)], -1)))
+
+
+def test_a_table_is_cut_whether_its_input_is_given_or_not() -> None:
+    model, ids = Optional(), torch.randint(0, 64, (2, 12))
+    randomize(model, 0)
+    without = proven(model, {"ids": ids}, 4)
+    given = proven(model, {"ids": ids, "shapes": ids + 7}, 4)
+
+    for plan in (without, given):
+        assert all(
+            plan.parameters[f"{name}.weight"].dim is not None for name in ("words", "shapes")
+        )

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import networkx as nx
-import torch
 from torch import fx
 
 from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
@@ -27,6 +26,7 @@ from autotp.core.axis import Atom
 from autotp.core.rule import Factor
 from autotp.passes.match_bytes import carried
 from autotp.passes.match_experts import with_experts
+from autotp.passes.match_lookup import is_table
 from autotp.rulebook import Role, Rulebook
 
 __all__ = ["match"]
@@ -93,7 +93,7 @@ class _Finder:
         names = self._parameters(use.operands[k].value)
         if self.rest is not None and not self.rest.issuperset(names):
             return
-        if k == 0 and use.rule.emit == "lookup" and self._by_input(use):
+        if is_table(use, k, self.analysis, self.rulebook):
             for atom in self._table_axes(use, k):
                 _extend(self.vocabulary[atom], names)
             self.tables.update(names)
@@ -144,22 +144,6 @@ class _Finder:
         for factor in use.rule.factors:
             if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
                 yield from (a for a in self.forest.leaves(factor.dim) if _splits(a))
-
-    def _by_input(self, use: Use) -> bool:
-        """Whether the table is looked up by an integer input, moved about but not computed with."""
-        node = next(o.value[0] for o in use.operands if o.value not in self.analysis.weights)
-        return self._moved(node, set())
-
-    def _moved(self, node: fx.Node, seen: set[fx.Node]) -> bool:
-        if node.op == "placeholder":
-            return True
-        node = source_of(node)[0]
-        row = self.rulebook.rows.get(str(node.target))
-        if node in seen or row is None or not row.moves:
-            return False
-        seen.add(node)
-        sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-        return any(self._moved(n, seen) for n in sources)
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────
 
