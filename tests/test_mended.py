@@ -1,5 +1,6 @@
 """Kinds of code that once were captured wrong, ran wrong, or stayed whole: small, by hand."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -169,4 +170,51 @@ class Mapped(MLP):
 def test_a_value_inside_vmap_is_no_obstacle_to_writing_in_place() -> None:
     _, evidence = checked(Mapped(), {"x": torch.randn(2, 6, 16)})
 
+    assert evidence.ok, evidence.first_divergence
+
+
+class Chain(nn.Module):
+    """Products one after another: between two of them is an axis that both could be cut along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise((16, 32, 24, 32, 16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x).relu()
+        return x
+
+
+def test_a_chain_of_products_is_cut_in_pairs() -> None:
+    plan, evidence = checked(Chain(), {"x": torch.randn(2, 6, 16)})
+
+    layouts = [plan.parameters[f"parts.{k}.weight"].layout for k in range(4)]
+
+    assert ["column", "row", "column", "row"] == layouts
+    assert [("all_reduce", "forward")] * 2 + [("all_reduce", "backward")] == [
+        (c.kind, c.phase) for c in plan.collectives
+    ]
+    assert evidence.ok, evidence.first_divergence
+
+
+class Unnormed(nn.Module):
+    """Two MLPs beside a residual that is put out as it is, no norm between nor after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(16, 32) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(32, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(up(x).relu())
+        return x
+
+
+def test_a_residual_that_is_put_out_leaves_the_pairs_beside_it() -> None:
+    plan, evidence = checked(Unnormed(), {"x": torch.randn(2, 6, 16)})
+
+    for part, layout in (("ups", "column"), ("downs", "row")):
+        assert [layout] * 2 == [plan.parameters[f"{part}.{k}.weight"].layout for k in range(2)]
     assert evidence.ok, evidence.first_divergence

@@ -300,9 +300,12 @@ class _Finder:
         settled = set(out.pair_of.values())
         out.pairs = [p for p in out.pairs if p in settled or _joins(p, beside)]
         for name, pair in out.pair_of.items():
-            mine = (pair, *(p for p in beside[name] if p in out.pairs))
+            inside = (p for p in out.pairs if name in (*p.openers, *p.closers))
+            others = beside[name] if pair.vocabulary else inside  # in a chain the costs decide
+            mine = (pair, *(p for p in others if p in out.pairs and not p.vocabulary))
             spare = self._spare(name, pair, every)
-            out.home[name] = tuple(a for p in (*mine, *spare) for a in self._home(name, p))
+            of = dict.fromkeys(a for p in (*mine, *spare) for a in self._home(name, p))
+            out.home[name] = tuple(of)
 
     def _beside(
         self,
@@ -333,16 +336,13 @@ class _Finder:
             mine = [p for p in pairs if name in p.openers or name in p.closers]
             plain = [p for p in mine if not p.vocabulary]
             closed = [p for p in plain if name in p.closers]
-            if name not in self.tables:
-                if closed:  # the last closer's own output is no vocabulary
-                    mine = closed + [
-                        p for p in mine if p not in closed and self._is_grouped(name, p)
-                    ]
-                elif not any(p.vocabulary and name in p.openers for p in mine):
-                    mine = plain or mine  # what a residual that reaches an output goes into
+            heads = any(p.vocabulary and name in p.openers for p in mine)
+            if name not in self.tables and (closed or not heads):
+                # the last closer's own output is no vocabulary, nor is a residual put out
+                grouped = [p for p in mine if p not in closed and self._is_grouped(name, p)]
+                mine = closed + grouped if closed else plain or mine
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
-            if mine:
-                found[name] = mine[0]
+            found.update((name, p) for p in mine[:1])
         return found
 
     def _is_grouped(self, name: str, pair: AxisPair) -> bool:
