@@ -23,7 +23,7 @@ from autotp.passes.discover_trial import DRAWS, Budget, Setting, TooDearError, T
 __all__ = ["bound", "discovered"]
 
 _FEWEST = 2  # draws that an op must take at the first sizes
-_CACHE: dict[tuple[object, ...], Discovery] = {}
+CACHE: dict[tuple[object, ...], Discovery] = {}
 
 
 def discovered(call: Opaque, *, gradients: bool) -> Discovery:
@@ -32,11 +32,11 @@ def discovered(call: Opaque, *, gradients: bool) -> Discovery:
     - `gradients`: the rule must hold for the backward pass too.
     """
     key = (*call.key, gradients)
-    if key not in _CACHE:
+    if key not in CACHE:
         devices = list(range(torch.cuda.device_count())) if call.device == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(False):
-            _CACHE[key] = _discovered(call, gradients)
-    return _CACHE[key]
+            CACHE[key] = _discovered(call, gradients)
+    return CACHE[key]
 
 
 def bound(row: Row, call: Call) -> NodeRule | None:
