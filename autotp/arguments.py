@@ -60,7 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(verify, tp=_counts, batch=2, sequence="16, or the model's own if less")
     verify.add_argument("--seed", type=int, default=0, help="of random weights and inputs")
 
-    rules = commands.add_parser("rules", help="list what is known of each op")
+    rules = commands.add_parser("rules", help="list what is known of each op, or check it")
+    rules.add_argument("action", nargs="?", choices=["check"], help="run each op on shards")
+    rules.add_argument("--rules", metavar="DIR", help="rules to read (default: autotp's own)")
+    rules.add_argument("--op", default="*", metavar="GLOB", help="the ops to check (default: all)")
+    rules.add_argument("--seed", type=int, default=0, help="of the sizes that check makes up")
     for command in (plan, dry_run, verify, rules):
         command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
         command.add_argument("--debug", action="store_true", help="show where an error arose")

@@ -27,6 +27,7 @@ from autotp.core.machine import load_machine
 from autotp.core.plan import Plan
 from autotp.core.record import encode
 from autotp.errors import AutotpError, PlanError
+from autotp.laws.check import check
 from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
 from autotp.passes.capture_inputs import example_inputs, positions
@@ -34,7 +35,7 @@ from autotp.random_weights import materialize
 from autotp.show.evidence import render_evidence
 from autotp.show.output import printed
 from autotp.show.report import render, text
-from autotp.show.rules import render_rules
+from autotp.show.rules import render_rules, render_verdicts
 
 __all__ = ["main"]
 
@@ -166,13 +167,25 @@ def _verify(options: Namespace) -> int:
 
 
 def _rules(options: Namespace) -> int:
-    rows = rulebook.load().rows
+    with _misuse():
+        book = rulebook.load(Path(options.rules) if options.rules else None)
+    if options.action == "check":
+        return _rules_check(book, options)
     if options.json != "-":
-        printed(render_rules(rows.values()))
-    listed = {op: {**encode(row), "signature": str(row.signature)} for op, row in rows.items()}
+        printed(render_rules(book.rows.values()))
+    listed = {op: {**encode(row), "signature": str(row.signature)} for op, row in book.rows.items()}
     # a row's sets of operands become sorted lists
     _write_json(options.json, json.dumps(listed, indent=1, default=sorted) + "\n")
     return 0
+
+
+def _rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
+    with _progress(f"running {len(book.rows)} ops on shards"):
+        verdicts = list(check(book, ops=options.op, seed=options.seed))
+    if options.json != "-":
+        printed(render_verdicts(verdicts))
+    _write_json(options.json, json.dumps(encode(verdicts), indent=1) + "\n")
+    return 1 if any(v.verdict == "wrong" for v in verdicts) else 0
 
 
 def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:

@@ -38,6 +38,7 @@ _KEYS = {
     "loss",
     "moves",
     "stops",
+    "samples",
     "note",
 }
 _JOINS = {"sum", "mean", "max", "none"}
@@ -144,6 +145,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             stops=frozenset(entry.get("stops", ())),
             note=entry.get("note", ""),
             source=source,
+            samples=tuple(entry.get("samples", ())),
         )
 
 

@@ -40,6 +40,7 @@ class Row:
     - `stops`: operands to which no gradient passes, though the result is floating-point.
     - `moves`: the op copies elements without computing (a lookup by its result is one by its
       operand).
+    - `samples`: calls of the op, to test the row by.
     """
 
     op: str
@@ -58,6 +59,7 @@ class Row:
     stops: frozenset[int] = frozenset()
     note: str = ""
     source: str = ""
+    samples: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """The row on one line, in the notation: `b i, o i, o -> b o; i: sum; linear in 0, 2`."""

@@ -64,7 +64,7 @@ def _unknown(nodes: Sequence[fx.Node]) -> str:
     return (
         f"node {first.name} in {path}{source}: op {first.target} has no rule, and "
         f"strict=True{more}. Add a row to rules/aten/ (rules/README.md), or leave strict off: "
-        "the op then acts whole."
+        "the op is then tried, and acts whole where no rule is found."
     )
 
 

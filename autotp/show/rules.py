@@ -1,15 +1,17 @@
 """The rulebook, for people: one line an op."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autotp.core.rule import Row
+from autotp.core.verdict import Verdict
 from autotp.show.dotted import Dotted
 from autotp.show.table import titled_table
 
-__all__ = ["render_rules"]
+__all__ = ["render_rules", "render_verdicts"]
 
 _RULE, _FORM = 22, 8  # columns to be read in; names of ops fold at their dots instead
 
@@ -34,3 +36,17 @@ def _joins(row: Row) -> str:
 
 def _linear(row: Row) -> str:
     return " | ".join(", ".join(map(str, sorted(operands))) for operands in row.linear)
+
+
+def render_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
+    """What rich prints for the verdicts on rows, and how many there are of each."""
+    names = ["op", "rule", "calls", "strategies", "verdict"]
+    table = titled_table("Rows run on shards", names, first=True, right=("calls", "strategies"))
+    table.columns[1].min_width = _RULE
+    for v in verdicts:
+        verdict = f"{v.verdict}: {v.reason}" if v.reason else v.verdict
+        counts = Text(str(v.calls)), Text(str(v.strategies))
+        table.add_row(Dotted([v.op]), Text(v.rule), *counts, Text(verdict))
+    tally = Counter(v.verdict for v in verdicts)
+    told = ", ".join(f"{tally[kind]} {kind}" for kind in ("right", "wrong", "untested"))
+    return Group(table, Text(f"\n{len(verdicts)} rows: {told}"))

@@ -1,0 +1,102 @@
+"""The law of every row of a rulebook: what was tried, and whether it holds.
+
+Samples are run as they stand and at random sizes, most of them uneven, wherever the op takes those.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from random import Random
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from autotp.core.rule import Row
+from autotp.core.verdict import Verdict
+from autotp.errors import RuleError
+from autotp.laws.rule_cases import Case, Drawn, Sample, cases, overload
+from autotp.laws.rule_laws import strategies_of, violations
+from autotp.laws.rule_samples import SAMPLES
+from autotp.laws.written import sample_of
+from autotp.rulebook import Rulebook
+
+__all__ = ["check"]
+
+_GROUPS = (2, 3)
+_REFUSED = (RuntimeError, ValueError, TypeError, IndexError)
+_SIZES = (3, 5, 7, 8, 9, 10, 11, 13)
+
+
+def check(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[Verdict]:
+    """One verdict a row, by op name.
+
+    - `ops`: a glob over names of ops. `seed`: of the random sizes.
+    """
+    for op, row in sorted(rules.rows.items()):
+        if fnmatchcase(op, ops):
+            yield _checked(op, row, rules, Random(f"{op} {seed}"))
+
+
+def _checked(op: str, row: Row, rules: Rulebook, random: Random) -> Verdict:
+    rule = str(row)
+    try:
+        overload(op)
+    except AttributeError:
+        return Verdict(op, rule, "untested", reason="no such op: import what registers it")
+    samples = [*SAMPLES.get(op, ()), *map(sample_of, row.samples)]
+    if not samples:
+        return Verdict(op, rule, "untested", reason='no sample: give the row samples = ["…"]')
+    calls = strategies = 0
+    for case in _all_cases(op, samples, rules, random):
+        calls += 1
+        for tp in _GROUPS:
+            strategies += len(strategies_of(case, tp, training=True))
+            if broken := violations(case, tp):
+                return Verdict(op, rule, "wrong", calls, strategies, broken[0])
+    return Verdict(op, rule, "right", calls, strategies)
+
+
+def _all_cases(
+    op: str, samples: Sequence[Sample], rules: Rulebook, random: Random
+) -> Iterator[Case]:
+    """The cases of the samples as they stand; of each at other sizes one, if the op takes them."""
+    for sample in samples:
+        try:
+            yield from cases(op, sample, rules)
+        except _REFUSED as error:
+            raise RuleError(f"{op}: its sample {sample} cannot be run: {error}") from error
+        other = _resized(sample, random)
+        if other is not None and (case := _taken(op, other, rules)):
+            yield case
+
+
+def _taken(op: str, sample: Sample, rules: Rulebook) -> Case | None:
+    """The first case of a sample; None if the op does not take it, forward and backward."""
+    try:
+        case = next(cases(op, sample, rules), None)
+    except _REFUSED:
+        return None
+    if case is None:
+        return None
+    whole = [s for s in strategies_of(case, 2, training=True) if s.label == "replicated"]
+    return None if violations(case, 2, only=whole) else case
+
+
+def _resized(sample: Sample, random: Random) -> Sample | None:
+    """The sample with other sizes of its tensors, equal ones equal; None if some are given."""
+    flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
+    if any(isinstance(x, Tensor) for x in flat):
+        return None
+    shapes = [x.shape for x in flat if isinstance(x, Drawn)]
+    sizes = sorted({n for shape in shapes for n in shape if n > 1})
+    others = dict(zip(sizes, random.sample(_SIZES, min(len(sizes), len(_SIZES))), strict=False))
+    args, kwargs = pytree.tree_unflatten([_with_sizes(x, others) for x in flat], spec)
+    return Sample(args, kwargs)
+
+
+def _with_sizes(x: Any, others: Mapping[int, int]) -> Any:
+    if not isinstance(x, Drawn):
+        return x
+    shape = tuple(others.get(n, n) for n in x.shape)
+    return replace(x, shape=shape, high=others.get(int(x.high), x.high))
