@@ -119,6 +119,8 @@ class _Memory:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {n: i for i, n in enumerate(graph.nodes)}
+        self._users = {n: list(n.users) for n in graph.nodes}  # those of a replaced node move on
+        self._written = {n: n.args[0] for n in graph.nodes if _mutates(n)}
         self._neighbours: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             for source in _aliased(node):
@@ -132,10 +134,10 @@ class _Memory:
     def reader_after(self, node: fx.Node) -> str:
         """Who may see that `node` wrote, other than through its result; empty when nobody does."""
         here = self._position[node]
-        for alias in self._aliases(node.args[0], here):  # type: ignore[arg-type]
+        for alias in self._aliases(self._written[node], here):  # type: ignore[arg-type]
             if alias.op != "call_function":
                 return f"belongs to {alias.target}"
-            late = next((u for u in alias.users if self._position.get(u, -1) > here), None)
+            late = next((u for u in self._users[alias] if self._position[u] > here), None)
             if late is not None:
                 return f"{late.name} reads later through {alias.name}"
         return ""
