@@ -114,7 +114,8 @@ def place(node: fx.Node) -> str:
     return f"{node.target} at {path or node.name}{source}"
 
 
-_FRAME: Final = re.compile(r'File "(.+)", line (\d+)')
+# not the generated code of a graph inside, whose name is another in each process
+_FRAME: Final = re.compile(r'File "([^<"].*)", line (\d+)')
 
 
 def _cuts(placement: Placement, dim: int, axis: Atom) -> bool:

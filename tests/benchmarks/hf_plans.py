@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from autotp.core.plan import Plan
@@ -111,20 +111,34 @@ def _is_sharded(model: nn.Module, name: str) -> bool:
     return isinstance(tensor, DTensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
+class _Counting(TorchDispatchMode):
+    """Counts collectives, also those that DTensor adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = Counter[str]()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if DTensor in types:
+            return NotImplemented
+        if "c10d" in str(func) and (kind := _kind(str(func))):
+            self.seen[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def _counted(model: nn.Module, inputs: dict[str, Any]) -> Counter[str]:
     """The collectives of one forward pass."""
-    with torch.no_grad(), CommDebugMode() as seen:
+    with torch.no_grad(), _Counting() as counting:
         model(**inputs)
-    found = Counter[str]()
-    for op, count in seen.get_comm_counts().items():
-        found[_kind(str(op))] += count
-    return found
+    return counting.seen
 
 
 def _kind(op: str) -> str:
-    """`c10d.allreduce_` and the functional `all_reduce` are one kind."""
+    """`c10d.allreduce_` and the functional `all_reduce` are one kind; empty: it is none."""
     plain = op.replace("_", "")
-    return next((kind for kind in KINDS if kind.replace("_", "") in plain), op)
+    return next((kind for kind in KINDS if kind.replace("_", "") in plain), "")
 
 
 def main(arguments: list[str] | None = None) -> int:
