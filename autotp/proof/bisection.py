@@ -21,7 +21,7 @@ from autotp.program import Program
 from autotp.proof.agreement import CLAIMS, DUAL, disagreement
 from autotp.proof.emitted import Emitted, Value, whole_part
 from autotp.proof.meaning import meaning
-from autotp.proof.measure import gradients_of, loss_of
+from autotp.proof.measure import beside_loss, gradients_of, loss_of
 from autotp.run.model import ShardedModel
 from autotp.simulate import OUTPUT, Observe, Read, Simulation, simulate, variant_for, walk
 
@@ -127,7 +127,7 @@ class _Backward:
         """The reader that hands on the first wrong gradient, from the loss backwards."""
         ranks = _Edges()
         run = self.case.run_ranks(read=ranks.read)
-        edges = ranks.gradients(run.outputs, self.case.seed)
+        edges = ranks.gradients(run.outputs, self.case)
         shared = self._shared(edges)
         found = (self._wrong(edge, edges[edge], shared) for edge in reversed(edges))
         return next((text for text in found if text), None)
@@ -136,7 +136,7 @@ class _Backward:
         """What each reading of the program gives the value it reads."""
         edges = _Edges()
         run = self.case.run_program(read=edges.read)
-        found = edges.gradients(run.outputs, self.case.seed)
+        found = edges.gradients(run.outputs, self.case)
         return {(self.names.values[v], reader): g[0] for (v, reader), g in found.items()}
 
     def _shared(self, edges: Iterable[Edge]) -> set[Reading]:
@@ -190,9 +190,10 @@ class _Edges:
         known = self.aliases.setdefault((value, reader), {})
         return known.setdefault(rank, tensor.view_as(tensor))
 
-    def gradients(self, outputs: Sequence[Any], seed: int) -> dict[Edge, list[Tensor]]:
+    def gradients(self, outputs: Sequence[Any], case: Case) -> dict[Edge, list[Tensor]]:
         """The gradient of each edge that has one, on each rank, in program order."""
-        losses = [loss_of(output, seed) for output in outputs]
+        aside = beside_loss(case.program)
+        losses = [loss_of(output, case.seed, aside) for output in outputs]
         edges = {edge: list(ranks.values()) for edge, ranks in self.aliases.items()}
         found = iter(gradients_of(losses, [x for own in edges.values() for x in own]))
         rows = {edge: [(x, next(found)) for x in own] for edge, own in edges.items()}

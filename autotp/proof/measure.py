@@ -1,16 +1,25 @@
 """Outputs and gradients of one run, whole or sharded, as plain names and tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autotp.errors import VerifyError
+from autotp.program import Program
 
-__all__ = ["Output", "Results", "gradients_of", "loss_of", "measured", "named_tensors"]
+__all__ = [
+    "Output",
+    "Results",
+    "beside_loss",
+    "gradients_of",
+    "loss_of",
+    "measured",
+    "named_tensors",
+]
 
 
 Output: TypeAlias = Any
@@ -29,7 +38,10 @@ class Results:
 
 
 def measured(
-    outputs: Sequence[Output], parameters: Sequence[Mapping[str, Tensor]], seed: int | None
+    outputs: Sequence[Output],
+    parameters: Sequence[Mapping[str, Tensor]],
+    seed: int | None,
+    aside: Set[str],
 ) -> list[Results]:
     """The results of all ranks: their outputs and, with a `seed`, their parameters' gradients.
 
@@ -39,7 +51,7 @@ def measured(
     if seed is None:
         return [Results(_detached(tensors), {}) for tensors in named]
     trained = [{n: p for n, p in own.items() if p.requires_grad} for own in parameters]
-    losses = [loss_of(output, seed) for output in outputs]
+    losses = [loss_of(output, seed, aside) for output in outputs]
     found = gradients_of(losses, [p for own in trained for p in own.values()])
     rest = iter(found)
     return [
@@ -65,17 +77,38 @@ def named_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
     return found
 
 
-def loss_of(output: Output, seed: int) -> Tensor:
-    """The model's own loss if its output has one, else a fixed random projection of the outputs."""
+def beside_loss(program: Program) -> frozenset[str]:
+    """The names of the outputs that the model's own loss does not depend on; empty without one."""
+    nodes: tuple[Any, ...] = program.graph.output_node().args[0]  # type: ignore[assignment]
+    leaves = [torch.empty(0) if isinstance(n, fx.Node) else n for n in nodes]
+    output = pytree.tree_unflatten(leaves, program.out_spec)
+    made = {id(leaf): node for leaf, node in zip(leaves, nodes, strict=True)}
+    own = made.get(id(getattr(output, "loss", None)))
+    if own is None:
+        return frozenset()
+    reached, todo = {own}, [own]
+    while todo:
+        new = [n for n in todo.pop().all_input_nodes if n not in reached]
+        reached |= set(new)
+        todo += new
+    return frozenset(n for n, x in named_tensors(output).items() if made[id(x)] not in reached)
+
+
+def loss_of(output: Output, seed: int, aside: Set[str] = frozenset()) -> Tensor:
+    """The model's own loss if its output has one, else a fixed random projection of the outputs.
+
+    Constraints: outputs named in `aside` do not make the model's own loss, and are projected too.
+    """
     own = getattr(output, "loss", None)
-    if isinstance(own, Tensor) and own.requires_grad:
-        return own.sum()
+    has_loss = isinstance(own, Tensor) and own.requires_grad
     generator = torch.Generator().manual_seed(seed)
     terms = [
         (tensor * _direction(tensor, generator)).sum()
-        for tensor in named_tensors(output).values()
-        if tensor.requires_grad
+        for name, tensor in named_tensors(output).items()
+        if tensor.requires_grad and (name in aside or not has_loss)
     ]
+    if isinstance(own, Tensor) and has_loss:
+        terms.insert(0, own.sum())
     if not terms:
         raise VerifyError(
             f"{type(output).__name__}: none of its {len(named_tensors(output))} tensors depends on "

@@ -10,7 +10,7 @@ from autotp.errors import VerifyError
 from autotp.program import named_leaves
 from autotp.proof.bisection import Case
 from autotp.proof.figures import Figures, gaps_between
-from autotp.proof.measure import Results, measured
+from autotp.proof.measure import Results, beside_loss, measured
 from autotp.simulate.ranks import input_leaves
 
 __all__ = ["Runs"]
@@ -36,7 +36,7 @@ class Runs:
         whole = self.model() if dtype is None else self.program(dtype)
         try:
             run = replace(self.case, dtype=dtype).run_ranks()
-            ranks = measured(run.outputs, run.parameters, self._loss_seed)
+            ranks = measured(run.outputs, run.parameters, *self._loss)
         except VerifyError as error:
             return Figures(failure=str(error))
         return Figures(gaps_between(whole, ranks, self.plan, negligible), run.collectives)
@@ -55,7 +55,7 @@ class Runs:
         whole = self.case.whole
         output = whole.forward(**self.case.inputs)
         leaves = input_leaves(named_leaves(self.case.inputs).items())
-        return measured([output], [dict(whole.named_parameters()) | leaves], self._loss_seed)[0]
+        return measured([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
 
     def program(self, dtype: torch.dtype | None) -> Results:
         """What the captured program gives on the whole model.
@@ -74,8 +74,9 @@ class Runs:
                 f"{narrow[0]} ({len(narrow)} values in all), computed in {dtype}: an op fixes its "
                 "dtype. Compare in the model's own dtype"
             )
-        return measured(run.outputs, run.parameters, self._loss_seed)[0]
+        return measured(run.outputs, run.parameters, *self._loss)[0]
 
     @property
-    def _loss_seed(self) -> int | None:
-        return self.case.seed if self.gradients else None
+    def _loss(self) -> tuple[int | None, frozenset[str]]:
+        """The seed of what stands for a loss, and the outputs that are no part of the model's."""
+        return self.case.seed if self.gradients else None, beside_loss(self.case.program)
