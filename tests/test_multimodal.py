@@ -1,6 +1,5 @@
 """Models of words and images, and of sound, are cut like others; text models in them as alone."""
 
-
 import pytest
 
 import autotp

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import networkx as nx
-from torch import fx
 
 from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
 from autotp.core.axis import Atom
