@@ -59,7 +59,7 @@ class StrangerConfig(PretrainedConfig):
 class Stranger(PreTrainedModel):
     """A language model as code on a hub is: its own words for all sizes, a loss of its own.
 
-    Six heads read one latent; three gates are fused, odd and even rows apart.
+    Queries, keys and values of six heads are one product; a gate's rows are the even ones.
     """
 
     config_class = StrangerConfig
@@ -68,7 +68,7 @@ class Stranger(PreTrainedModel):
         super().__init__(config)
         width = config.width
         self.token, self.scale = nn.Embedding(config.vocab_size, width), nn.RMSNorm(width)
-        self.latent, self.spread = nn.Linear(width, 12), nn.Linear(12, 6 * 3 * 8)
+        self.spread = nn.Linear(width, 6 * 3 * 8)
         self.close, self.mix = nn.Linear(48, width), nn.Linear(width, 2 * 50)
         self.shut = nn.Linear(50, width, bias=False)
         self.score = nn.Linear(width, config.vocab_size)
@@ -76,7 +76,7 @@ class Stranger(PreTrainedModel):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutput:
         x = self.token(input_ids)
-        q, k, v = self.spread(self.latent(x).tanh()).unflatten(-1, (6, 3, 8)).unbind(-2)
+        q, k, v = self.spread(x).unflatten(-1, (6, 3, 8)).unbind(-2)
         scores = torch.einsum("bshd,bthd->bhst", q, k) / 8**0.5
         causal = torch.ones(x.shape[1], x.shape[1], device=x.device).tril().bool()
         weights = scores.masked_fill(~causal, -1e4).softmax(-1)
@@ -105,7 +105,7 @@ def test_a_class_outside_the_library_is_cut_and_right(tp: int) -> None:
 
     assert evidence.ok, evidence.first_divergence
     assert {"attention", "mlp", "vocabulary"} <= {pair.role for pair in plan.pairs if pair.split}
-    assert ["row", "column", "row", "vocabulary"] == [
-        layouts[f"{n}.weight"] for n in ("close", "mix", "shut", "score")
+    assert ["column", "row", "column", "row", "vocabulary"] == [
+        layouts[f"{n}.weight"] for n in ("spread", "close", "mix", "shut", "score")
     ]
     assert 0.05 > plan.replicated_fraction

@@ -48,7 +48,7 @@ KINDS = {
     "jamba": Kind("a hybrid of scans, attention and experts", layers=(3, 3)),
     "lfm2": Kind("a hybrid of gated convolutions and attention"),
     "minimax": Kind("a hybrid of linear and full attention; experts", layers=(3, 3)),
-    "pp_lcnet": Kind("a net of convolutions", layers=(6, 6), task="image-classification"),
+    "pp_lcnet": Kind("a net of convolutions", 0.015, (6, 6), task="image-classification"),
     "vit": Kind("patches of images", 0.19, task="image-classification"),
     "roberta": Kind("an encoder of masked words", 0.13, task="masked-lm"),
     "gpt_neox": Kind("a parallel block; queries, keys and values fused a head", layers=BLOCK),
