@@ -19,7 +19,7 @@ _NO_SUCH_DIM = {
     "column": "no op that reads it turns a dim of it into one of its result",
     "row": "no op that reads it contracts a dim of it",
     "vocabulary": "it is neither a looked-up table nor a head over classes",
-    "expert": "it is not one weight of several for the rows that it meets",
+    "expert": "no op chooses among parts of it",
 }
 
 
