@@ -192,3 +192,36 @@ def test_one_rank_is_not_warned(recwarn: pytest.WarningsRecorder) -> None:
 
     assert () == plan.warnings
     assert [] == recwarn.list
+
+
+class Indexed(nn.Module):
+    """Two low ranks that open one pair; one of them is also scored, without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.low, self.other = nn.Linear(32, 12), nn.Linear(32, 12)
+        self.norm, self.norm_other = nn.LayerNorm(12), nn.LayerNorm(12)
+        self.up, self.gate, self.down = nn.Linear(12, 64), nn.Linear(12, 64), nn.Linear(64, 32)
+        self.index, self.last = nn.Linear(12, 8), nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        low, other = self.norm(self.low(x)), self.norm_other(self.other(x))
+        with torch.no_grad():
+            best = self.index(low).argmax(-1, keepdim=True)
+        return self.last(x + self.down(torch.relu(self.up(low)) * self.gate(other)) * best)
+
+
+def test_a_reader_without_gradients_takes_what_splitting_readers_take() -> None:
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(2, 6, 32)}
+    evidence = autotp.verify(Indexed(), 2, training=True, example_inputs=inputs)
+
+    assert evidence.ok
+    # one gather, of what both low ranks and the residual read; none of the norm's result
+    assert {
+        "forward all_reduce": 1,
+        "forward all_gather": 1,
+        "backward all_reduce": 1,
+    } == evidence.collectives_seen

@@ -6,7 +6,8 @@ A strategy gives every operand and result a placement. There are four kinds:
 - *split*: one axis of one factor is cut; slots that have it are S, a contracted one leaves P.
 - *partial*: where the op is linear, P passes from a set of operands to the results.
 - *shared*: where gradients flow, R~ passes from every differentiable operand to the results (the
-  dual of partial; needs no linearity, since a backward pass is linear).
+  dual of partial; needs no linearity, since a backward pass is linear). Where no gradient comes
+  back to the results, they are R.
 
 An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient:
 R~ in training, R without gradients.
@@ -253,6 +254,8 @@ class _Maker:
                 ]
                 label = "partial:" + ",".join(str(k) for k in sorted(operands))
                 yield Strategy(label, tuple(chosen), (PARTIAL,) * results)
+        shared = [self.lacking(k) for k in range(len(self.facts.operands))]
         if self.training and self.facts.flows:
-            shared = [self.lacking(k) for k in range(len(self.facts.operands))]
             yield Strategy("shared", tuple(shared), (SHARED,) * results)
+        elif SHARED in shared:  # no gradient comes back, so none is counted twice
+            yield Strategy("shared", tuple(shared), (REPLICATED,) * results)
