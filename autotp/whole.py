@@ -105,11 +105,16 @@ def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
 
 
 def valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere."""
+    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere.
+
+    Integers keep their values: a forward may ask for them.
+    """
 
     def alike(x: object) -> object:
         if not isinstance(x, torch.Tensor):
             return x
+        if not (x.is_floating_point() or x.is_complex() or x.is_meta):
+            return x.to(device)
         return torch.zeros_like(x, device=device, requires_grad=x.requires_grad)
 
     return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}

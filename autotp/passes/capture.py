@@ -7,14 +7,11 @@ asserts of values stays in the graph.
 """
 
 import inspect
-import io
 import logging
 import os
 import re
-import sys
-import traceback
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +24,7 @@ from torch.utils import _pytree as pytree
 from autotp.errors import CaptureError
 from autotp.passes.capture_attributes import restored
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
+from autotp.passes.capture_failure import explained, quiet, short
 from autotp.passes.capture_functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
 from autotp.passes.capture_hooks import backward_hooks_refused, baked_hooks
@@ -39,6 +37,7 @@ from autotp.passes.capture_inputs import (
     traced_at,
 )
 from autotp.passes.capture_opaque import Applied
+from autotp.passes.capture_values import Known, asks_values, growing, value_guards
 from autotp.passes.clean import clean, retarget
 from autotp.passes.functional import functionalise, maps_rows
 from autotp.program import Guard, Program, broken, named_leaves
@@ -80,6 +79,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
     graph, lifted = _graph(model, export.program, tuple(axes))
     if gradients:
         sparse_refused(type(model).__name__, graph)
+    fixed = {n: {} if n in export.known else of for n, of in axes.items()}
     out_spec = export.program.call_spec.out_spec
     assert out_spec is not None
     return Program(
@@ -91,7 +91,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         lifted=lifted,
         tied=_aliases(model.named_parameters(remove_duplicate=False)),
         data_dims={n: tuple(a) for n, a in axes.items()},
-        guards=(*_fixed(given, axes, export.free), *export.guards),
+        guards=(*_fixed(given, fixed, export.free), *export.guards),
         dynamic=not export.reason or "sequence" in export.free,
         reason=export.reason,
         training=model.training,
@@ -104,13 +104,14 @@ class _Export:
     """What torch.export gave.
 
     - `guards`: what it takes for granted; `baked`: the hooks that are in it.
-    - `free`: the kinds of axes left free; `reason`: why not more were.
+    - `free`: the kinds of axes left free; `known`: inputs whose values are fixed; `reason`: why.
     """
 
     program: ExportedProgram
     guards: tuple[Guard, ...]
     baked: frozenset[int]
     free: frozenset[str]
+    known: frozenset[str]
     reason: str = ""
 
 
@@ -118,13 +119,15 @@ class _Export:
 class _Call:
     """One kind of call of a model: all inputs, with those that hold no tensor fixed.
 
-    `functions`: those with a backward of their own, to be exported as ops; filled as they are met.
+    - `functions`: those with a backward of their own, exported as ops; filled as they are met.
+    - `known`: the inputs whose values are fixed, too.
     """
 
     model: nn.Module
     given: Mapping[str, Any]
     gradients: bool
     functions: dict[Applied, int] = field(default_factory=dict)
+    known: frozenset[str] = frozenset()
 
     def traced(self) -> list[str]:
         """The names of the inputs that hold a tensor."""
@@ -139,7 +142,7 @@ class _Call:
         with (
             restored(self.model),
             self.by_keyword(),
-            _quiet(),
+            quiet(),
             # with symbolic sizes, its keys cost more than what it saves
             config.patch(fake_tensor_cache_enabled=False),
             torch.enable_grad(),  # else no_grad regions would go unseen
@@ -157,9 +160,12 @@ class _Call:
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         names = self.traced()
 
+        known = {n: self.given[n].clone() for n in self.known}
+
         def call(**tensors: Any) -> Any:  # noqa: ANN401 what the model takes and gives
-            inputs = {n: tensors.get(n, v) for n, v in self.given.items()}
-            return forward(*[inputs.pop(n) for n in positional if n in inputs], **inputs)
+            inputs = {n: tensors.get(n, v) for n, v in self.given.items()} | known
+            with Known(list(known.values())) if known else nullcontext():
+                return forward(*[inputs.pop(n) for n in positional if n in inputs], **inputs)
 
         kind = inspect.Parameter.KEYWORD_ONLY
         call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
@@ -173,8 +179,29 @@ class _Call:
 
 
 def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
-    kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
+    """The export with most sizes free; with inputs known where the forward asks for values."""
     failures: list[Exception] = []
+    for known in (frozenset[str](), *growing({n: call.given[n] for n in _secondary(call)})):
+        free_axes = {n: {} if n in known else of for n, of in axes.items()}
+        tried: list[Exception] = []
+        export = _freest(replace(call, known=known), free_axes, tried)
+        failures = failures or tried
+        if export is not None:
+            return replace(export, reason=short(failures[0])) if failures else export
+        if not asks_values(tried[-1]):
+            break
+    raise CaptureError(explained(call.model, failures[-1])) from failures[-1]
+
+
+def _secondary(call: _Call) -> list[str]:
+    """The inputs that say how to read the main one; its own words are data."""
+    names = call.traced()
+    main = getattr(call.model, "main_input_name", names[0] if names else "")
+    return [n for n in names if n not in (main, "labels", "decoder_input_ids")]
+
+
+def _freest(call: _Call, axes: Mapping[str, Axes], failures: list[Exception]) -> _Export | None:
+    kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
     barred = frozenset[str]()
     for free in dict.fromkeys(freedom & kinds for freedom in FREEDOMS):
         if free & barred:
@@ -188,10 +215,10 @@ def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
             continue
         guard = broken(export.guards, call.given)
         if guard is None:
-            return replace(export, reason=_short(failures[0])) if failures else export
+            return export
         failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
         barred |= _at_fault(guard, call.given, axes)
-    raise CaptureError(_explained(call.model, failures[-1])) from failures[-1]
+    return None
 
 
 def _at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) -> frozenset[str]:
@@ -211,7 +238,8 @@ def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Exp
     except CapturedAgain:  # once: all the functions of the model are known now
         program, found, baked = _watched(call, traced, shapes)
     own = semantic_guards(found, program, {n: _spelled(call.given, n) for n in axes})
-    return _Export(program, (*_guards(program), *own), frozenset(baked), free)
+    guards = (*value_guards(call.given, call.known), *_guards(program), *own)
+    return _Export(program, guards, frozenset(baked), free, call.known)
 
 
 def _watched(
@@ -230,33 +258,6 @@ def _spelled(given: Mapping[str, Any], leaf: str) -> str:
         for path, _ in pytree.tree_flatten_with_path(value)[0]
     ]
     return dict(zip(named_leaves(given), paths, strict=True))[leaf]
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Keeps back what torch logs and prints of a failing export; the reason is in the exception.
-
-    Not where somebody wants to see it: with TORCH_LOGS, or our own logger at DEBUG.
-    """
-    if os.environ.get("TORCH_LOGS") or OURS.level == logging.DEBUG:
-        yield
-        return
-    # any part of torch may log an error that it then raises
-    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _is_torchs(n)]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with redirect_stderr(io.StringIO()) as printed:
-            yield
-        sys.stderr.write(printed.getvalue())
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-def _is_torchs(logger: str) -> bool:
-    return logger.partition(".")[0] == "torch"
 
 
 def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:  # noqa: ANN401
@@ -338,59 +339,3 @@ def _fixed(
 def _form(where: str, tensor: torch.Tensor, free: set[int]) -> list[str]:
     sizes = [f"{where}.size()[{d}] == {n}" for d, n in enumerate(tensor.shape) if d not in free]
     return [f"{where}.dtype == {tensor.dtype}", f"{where}.dim() == {tensor.dim()}", *sizes]
-
-
-def _short(error: Exception) -> str:
-    """Torch's reason, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    telling = next((line for line in lines if line.startswith("- ")), lines[0])
-    sentence = telling.removeprefix("- ").partition(". ")[0].removesuffix(".")
-    return f"{type(error).__name__}: {sentence}".removesuffix(": ")[:SHORT]
-
-
-def _explained(model: nn.Module, error: Exception) -> str:
-    return (
-        f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: "
-        f"{_short(error)}. {_advice(model, error)}"
-    )
-
-
-def _advice(model: nn.Module, error: Exception) -> str:
-    root = next(_chain(error))
-    raised = traceback.extract_tb(root.__traceback__)[-1:]
-    if any(frame.filename in _files(model) for frame in raised):
-        return "The model's own code raises that: check the inputs."
-    if "in output, which is not a known type" in str(error):
-        return (
-            "A graph returns tensors and numbers, also in tuples, lists and dicts. Ask the model "
-            "for such outputs: use_cache=False where it returns a cache."
-        )
-    return (
-        "If the model runs with these inputs, rewrite that line so that no Python branch or shape "
-        "depends on a tensor's values."
-    )
-
-
-def _line(model: nn.Module, error: BaseException) -> str:
-    """Where the model's code was when `error` was raised: ` (file:line, in function: code)`."""
-    own = _files(model)
-    frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__)]
-    inside = [f for f in frames if f.filename in own]
-    if not inside:
-        return ""
-    last = inside[-1]
-    return f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
-
-
-def _files(model: nn.Module) -> set[str]:
-    """The source files of the model's modules, without torch's."""
-    modules = {type(m).__module__ for m in model.modules()}
-    files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
-    return {f for f in files if f and not f.startswith(TORCH)}
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` last, after what caused it."""
-    if error is not None:
-        yield from _chain(error.__cause__ or error.__context__)
-        yield error

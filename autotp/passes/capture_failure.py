@@ -1,0 +1,102 @@
+"""Why torch.export failed, in words: at which line of the model, for what reason, what to do."""
+
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, redirect_stderr
+
+import torch
+from torch import nn
+
+__all__ = ["explained", "quiet", "short"]
+
+TORCH = os.path.dirname(torch.__file__)
+OURS = logging.getLogger("autotp")
+SHORT = 200  # characters of torch's reason
+
+
+@contextmanager
+def quiet() -> Generator[None]:
+    """Keeps back what torch logs and prints of a failing export; the reason is in the exception.
+
+    Not where somebody wants to see it: with TORCH_LOGS, or our own logger at DEBUG.
+    """
+    if os.environ.get("TORCH_LOGS") or OURS.level == logging.DEBUG:
+        yield
+        return
+    # any part of torch may log an error that it then raises
+    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _is_torchs(n)]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with redirect_stderr(io.StringIO()) as printed:
+            yield
+        sys.stderr.write(printed.getvalue())
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+def _is_torchs(logger: str) -> bool:
+    return logger.partition(".")[0] == "torch"
+
+
+def short(error: Exception) -> str:
+    """Torch's reason, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    telling = next((line for line in lines if line.startswith("- ")), lines[0])
+    sentence = telling.removeprefix("- ").partition(". ")[0].removesuffix(".")
+    return f"{type(error).__name__}: {sentence}".removesuffix(": ")[:SHORT]
+
+
+def explained(model: nn.Module, error: Exception) -> str:
+    """What a CaptureError says of a failed export of `model`."""
+    return (
+        f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: "
+        f"{short(error)}. {_advice(model, error)}"
+    )
+
+
+def _advice(model: nn.Module, error: Exception) -> str:
+    root = next(_chain(error))
+    raised = traceback.extract_tb(root.__traceback__)[-1:]
+    if any(frame.filename in _files(model) for frame in raised):
+        return "The model's own code raises that: check the inputs."
+    if "in output, which is not a known type" in str(error):
+        return (
+            "A graph returns tensors and numbers, also in tuples, lists and dicts. Ask the model "
+            "for such outputs: use_cache=False where it returns a cache."
+        )
+    return (
+        "If the model runs with these inputs, rewrite that line so that no Python branch or shape "
+        "depends on a tensor's values."
+    )
+
+
+def _line(model: nn.Module, error: BaseException) -> str:
+    """Where the model's code was when `error` was raised: ` (file:line, in function: code)`."""
+    own = _files(model)
+    frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__)]
+    inside = [f for f in frames if f.filename in own]
+    if not inside:
+        return ""
+    last = inside[-1]
+    return f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
+
+
+def _files(model: nn.Module) -> set[str]:
+    """The source files of the model's modules, without torch's."""
+    modules = {type(m).__module__ for m in model.modules()}
+    files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
+    return {f for f in files if f and not f.startswith(TORCH)}
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """`error` last, after what caused it."""
+    if error is not None:
+        yield from _chain(error.__cause__ or error.__context__)
+        yield error

@@ -1,0 +1,105 @@
+"""Values that a forward must know while it is traced: the grid of an image, the ends of sequences.
+
+Where sizes depend on values of an integer input, a trace with symbols fails. Such an input is then
+taken at its word: it, and what is computed from it alone, is a number for the trace and a constant
+for the graph, which holds for these values only.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage] nowhere public
+)
+
+from autotp.program import Guard
+
+__all__ = ["Known", "asks_values", "growing", "value_guards"]
+
+OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.arange)
+"""What makes values of nothing but numbers, and nothing to be written to."""
+MOST = 1024  # elements: what has more is data, not the form of data
+
+
+class Known(TorchFunctionMode):
+    """Computes what depends on `tensors` alone for real, whatever traces around it."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = {id(t): t for t in tensors}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,  # noqa: ANN401 torch's own
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 whatever `func` gives
+        """What `func` gives, as a real tensor where all that it takes are."""
+        kwargs = kwargs or {}
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        symbols = any(isinstance(x, torch.SymInt | torch.SymBool | torch.SymFloat) for x in leaves)
+        known = tensors or func in OF_NUMBERS
+        if not known or symbols or not all(id(t) in self._tensors for t in tensors):
+            self._forget_written(func, tensors)
+            return func(*self._placed(func, args), **kwargs)
+        with _disable_current_modes(), torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] nowhere public
+            result = func(*args, **kwargs)
+        made = [x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self._tensors |= {id(t): t for t in made}
+        return result
+
+    def _placed(self, func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, known masks in an index as the places they have: their number is known."""
+        if func not in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            return args
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        places = [place for one in index for place in self._places(one)]
+        return args[0], tuple(places), *args[2:]
+
+    def _places(self, index: Any) -> Sequence[Any]:  # noqa: ANN401 whatever an index has
+        if id(index) not in self._tensors or index.dtype != torch.bool:
+            return (index,)
+        return self.__torch_function__(torch.Tensor.nonzero, (), (index,), {"as_tuple": True})
+
+    def _forget_written(self, func: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+        """Nothing is known any more of memory that the trace writes to."""
+        name = getattr(func, "__name__", "")
+        written = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if written and tensors and id(tensors[0]) in self._tensors:
+            place = tensors[0].untyped_storage().data_ptr()
+            kept = {
+                i: t for i, t in self._tensors.items() if t.untyped_storage().data_ptr() != place
+            }
+            self._tensors = kept
+
+
+def asks_values(error: BaseException | None) -> bool:
+    """Whether a trace failed because the forward asks for values."""
+    while error is not None:
+        if isinstance(error, GuardOnDataDependentSymNode):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def growing(inputs: Mapping[str, Any]) -> Iterator[frozenset[str]]:
+    """The integer inputs to take at their word: the smallest, that and the next, and so on."""
+    small = {
+        n: v.numel()
+        for n, v in inputs.items()
+        if isinstance(v, torch.Tensor) and not v.is_floating_point() and v.numel() <= MOST
+    }
+    names = sorted(small, key=lambda n: small[n])
+    return (frozenset(names[: count + 1]) for count in range(len(names)))
+
+
+def value_guards(inputs: Mapping[str, Any], known: frozenset[str]) -> Iterator[Guard]:
+    """That the values which were taken at their word are those."""
+    for name in sorted(known):
+        yield Guard(f"L[{name!r}].tolist() == {inputs[name].tolist()}", name)
