@@ -39,7 +39,13 @@ def plain(plan: Plan, old: Mapping[str, str], prefix: str = "") -> dict[str, Any
 
 
 def _said(plan: Plan) -> dict[str, Any]:
-    return {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    """All fields, but for how much is told of norms: repeats over layers are known by numbers."""
+    said = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
+    said["parameters"] = {
+        name: dataclasses.replace(record, reason="") if record.layout == "norm" else record
+        for name, record in plan.parameters.items()
+    }
+    return said
 
 
 def _mapped(value: Any, spell: Any) -> Any:

@@ -122,7 +122,7 @@ def test_a_truncated_file_is_told_where_it_ends(tmp_path: Path, share: float) ->
         ),
         (
             lambda f: f["parameters"][FIRST]["placement"][0].update(kind="Q"),
-            r"kind: expected 'R' or 'R~' or 'P' or 'S' or 'S~' or 'SS', found str 'Q'",
+            r"kind: expected 'R' or 'R~' or 'P' or 'S' or 'S~' or 'SS' or 'G', found str 'Q'",
         ),
         (
             lambda f: f["parameters"][FIRST]["shards"][0].update(ranges=[[1, 2, 3]]),

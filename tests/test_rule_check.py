@@ -60,7 +60,10 @@ def test_a_row_is_right_wrong_or_untested(directory: Path) -> None:
     assert found["aten.tanh.default"][1].startswith("tp 2, partial:0: result 0 as P on rank 0")
 
 
-def test_a_wrong_row_gives_exit_code_1(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_row_gives_exit_code_1(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # wide enough for every cell on one line
     code = cli.main(["rules", "check", "--rules", str(directory)])
     printed = " ".join(capsys.readouterr().out.split())
 
