@@ -148,3 +148,29 @@ def test_a_table_is_cut_whether_its_input_is_given_or_not() -> None:
         assert all(
             plan.parameters[f"{name}.weight"].dim is not None for name in ("words", "shapes")
         )
+
+
+class Indexed(nn.Module):
+    """Queries, key and value of each key-value head fused, and taken apart by lists of numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.out = nn.Linear(32, 2 * 6 * 8), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.fused(x).view(*x.shape[:2], 2, 6, 8)
+        parts = fused[:, :, :, :-2], fused[:, :, :, [-2]], fused[:, :, :, [-1]]
+        shape = parts[0].shape
+        q, k, v = (p.expand(shape).flatten(2, 3).transpose(1, 2) for p in parts)
+        scores = (q @ k.transpose(-1, -2)).softmax(-1)
+        return x + self.out((scores @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_segments_taken_by_a_list_of_numbers_are_segments(tp: int) -> None:
+    model = Indexed()
+    randomize(model, 0)
+    plan = proven(model, {"x": torch.randn(2, 6, 32)}, tp)
+
+    assert ["kv_heads*(heads_per_kv + 1 + 1)*8"] == [p.expression for p in plan.pairs]
+    assert 0.05 > plan.replicated_fraction

@@ -282,7 +282,7 @@ def _graph(
         graph, lifted = flat_graph(_functional(model, exported), inputs, tied)
         if reason := functionalise(graph):
             raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
-    clean(graph)
+    clean(graph, lifted)
     graph.lint()
     return graph, lifted
 

@@ -4,6 +4,7 @@ Sizes are never ordered: they are symbols, and a comparison would specialise the
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -30,8 +31,10 @@ DEFINED: Mapping[object, Any] = {
 """What holds whatever was in memory, and what stands for it: no two runs would compare."""
 
 
-def clean(graph: fx.Graph) -> None:
+def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
     """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfolds copies.
+
+    What is indexed by consecutive numbers, which `constants` hold by their targets, is sliced.
 
     What holds undefined values holds zeros. Asserts about values stay; on sizes there are guards.
 
@@ -39,6 +42,23 @@ def clean(graph: fx.Graph) -> None:
     - No op of `graph` works in place.
     - What draws random numbers stays, used or not: the stream of random numbers is the model's.
     """
+    _unfold(graph)
+    for node in list(graph.nodes):
+        if node.target in DEFINED:
+            node.target = DEFINED[node.target]
+            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "memory_format"}
+        if node.op == "call_function" and DOES_NOTHING.get(node.target, _never)(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        _slice_run(graph, node, constants)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and _is_idle(node):
+            graph.erase_node(node)
+
+
+def _unfold(graph: fx.Graph) -> None:
+    """Writes ops that only bring others to their shape as what they do."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         _unfold_copy(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
@@ -47,16 +67,6 @@ def clean(graph: fx.Graph) -> None:
         _drop_empty(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.view_as.default):
         node.target = aten.reshape_as.default  # a shard may have strides that no view allows
-    for node in list(graph.nodes):
-        if node.target in DEFINED:
-            node.target = DEFINED[node.target]
-            node.kwargs = {k: v for k, v in node.kwargs.items() if k != "memory_format"}
-        if node.op == "call_function" and DOES_NOTHING.get(node.target, _never)(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and _is_idle(node):
-            graph.erase_node(node)
 
 
 def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
@@ -70,6 +80,34 @@ def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
     same = _shape(typed) == _shape(node)
     node.replace_all_uses_with(typed if same else wide)
     graph.erase_node(node)
+
+
+def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> None:
+    """`x[:, [-2, -1]]` becomes a copy of a slice: a part of one dim, of which much is known."""
+    source, listed = cast(tuple[fx.Node, list[fx.Node | None]], node.args[:2])
+    used = [(d, item) for d, item in enumerate(listed) if item is not None]
+    index = constants.get(str(used[0][1].target)) if len(used) == 1 else None
+    size = source.meta["val"].shape[used[0][0]]
+    run = None if index is None or type(size) is not int else _run(index, size)
+    if run is None:
+        return
+    with graph.inserting_before(node):
+        piece = graph.call_function(aten.slice.Tensor, (source, used[0][0], run.start, run.stop))
+        piece.meta = dict(node.meta)
+        copy = graph.call_function(aten.clone.default, (piece,))  # contiguous, as what was indexed
+        copy.kwargs = {"memory_format": torch.contiguous_format}
+        copy.meta = dict(node.meta)
+    node.replace_all_uses_with(copy)
+    graph.erase_node(node)
+
+
+def _run(index: torch.Tensor, size: int) -> range | None:
+    """The consecutive places, of `size`, that an index of one dim lists; None if it does not."""
+    if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64) or index.is_meta:
+        return None
+    places = [n % size for n in index.tolist()]
+    run = range(places[0], places[0] + len(places)) if places else range(0)
+    return run if run and places == list(run) else None
 
 
 def _unfold_broadcast(node: fx.Node) -> None:
