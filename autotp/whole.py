@@ -86,8 +86,10 @@ def is_meta(model: nn.Module) -> bool:
 
 def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes, neither parameters nor buffers."""
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
     held = [list(vars(module).values()) for module in model.modules()]
-    return [value for value in pytree.tree_leaves(held) if isinstance(value, torch.Tensor)]
+    leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves if id(leaf) not in known]
 
 
 def left_behind(model: nn.Module) -> dict[int, Any]:

@@ -79,49 +79,37 @@ def idefics3() -> tuple[nn.Module, dict[str, Any]]:
 
 def qwen2_vl() -> tuple[nn.Module, dict[str, Any]]:
     """A tower over the patches of all images in one sequence; 16 of one are 4 tokens."""
-    config = transformers.Qwen2VLConfig(
-        vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 8,
-        },
-        text_config={
-            **TEXT,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2],
-            },
-        },
-        image_token_id=IMAGE,
-        vision_start_token_id=498,
-        vision_end_token_id=499,
-        video_token_id=501,
-    )  # fmt: skip
-    return transformers.Qwen2VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(
-        3 * 2 * 8 * 8
-    )
+    tower = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 8}
+    config = transformers.Qwen2VLConfig(**_grid(tower))
+    return transformers.Qwen2VLForConditionalGeneration(config), _patched()
 
 
 def qwen3_vl() -> tuple[nn.Module, dict[str, Any]]:
     """As `qwen2_vl`, with features of the tower's layers added in the text model's."""
-    config = transformers.Qwen3VLConfig(
-        vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4,
-            "out_hidden_size": 64, "patch_size": 8, "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 16,
-        },
-        text_config={
-            **TEXT,
-            "head_dim": 8,
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2],
-            },
-        },
-        image_token_id=IMAGE,
-        vision_start_token_id=498,
-        vision_end_token_id=499,
-        video_token_id=501,
-    )  # fmt: skip
-    return transformers.Qwen3VLForConditionalGeneration(config), _kinds(_read(4)) | _patches(
-        3 * 2 * 8 * 8
-    )
+    tower = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4,
+        "out_hidden_size": 64, "patch_size": 8, "deepstack_visual_indexes": [0],
+        "num_position_embeddings": 16,
+    }  # fmt: skip
+    config = transformers.Qwen3VLConfig(**_grid(tower, head_dim=8))
+    return transformers.Qwen3VLForConditionalGeneration(config), _patched()
+
+
+def _grid(tower: dict[str, Any], **text: Any) -> dict[str, Any]:
+    """A configuration of positions in a grid, around a tower."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    return {
+        "vision_config": tower,
+        "text_config": {**TEXT, **text, "rope_parameters": rope},
+        "image_token_id": IMAGE,
+        "vision_start_token_id": 498,
+        "vision_end_token_id": 499,
+        "video_token_id": 501,
+    }
+
+
+def _patched() -> dict[str, Any]:
+    return _kinds(_read(4)) | _patches(3 * 2 * 8 * 8)
 
 
 def whisper() -> tuple[nn.Module, dict[str, Any]]:

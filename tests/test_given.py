@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 import autotp
 from autotp.errors import WeightsError
+from autotp.whole import skeleton
 from tests.models import build, randomize
 
 ONE = {"num_hidden_layers": 1}
@@ -29,6 +30,23 @@ def test_a_model_without_values_is_planned_and_shaped_but_not_verified() -> None
     }
     with pytest.raises(WeightsError, match=r"embed_tokens\.weight .* has no values .* Load the"):
         autotp.verify(model, 3, example_inputs=inputs)
+
+
+def test_a_model_without_values_is_given_none_to_be_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[torch.Size] = []
+    zeros = torch.zeros_like
+    monkeypatch.setattr(
+        torch, "zeros_like", lambda x, **how: made.append(x.shape) or zeros(x, **how)
+    )
+    with torch.device("meta"):
+        model = nn.Linear(4, 8)
+        model.held = torch.ones(3)
+    copy = skeleton(model)
+
+    assert [torch.Size([3])] == made
+    assert {0} == {p.untyped_storage().nbytes() for p in copy.parameters()}
 
 
 def test_a_model_in_training_mode_is_planned_for_training_and_right() -> None:

@@ -154,6 +154,44 @@ class Averaged(Mlp):
         return self.down(cast("Tensor", Sized.apply(self.up(x), x.shape[1])))
 
 
+class Drawing(torch.autograd.Function):
+    """Rounds up or down at random, and passes the gradient on."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return (x + torch.rand_like(x)).floor()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Writing(torch.autograd.Function):
+    """Rounds in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.round_()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(Drawing, "it draws random numbers"), (Writing, "it (writes to|does not run)")],
+)
+def test_a_function_that_cannot_run_twice_is_refused(function: Any, reason: str) -> None:
+    class Applying(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(function.apply(self.up(x) * 1))
+
+    with pytest.raises(CaptureError, match=rf"{function.__name__} .*{reason}"):
+        autotp.plan(Applying(), 2, example_inputs={"x": batch()}, training=True)
+
+
 def test_a_function_of_several_tensors_keeps_its_backward() -> None:
     model, inputs = Gated(), {"x": 3 * batch()}
     sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)

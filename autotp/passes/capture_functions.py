@@ -60,15 +60,18 @@ def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool)
     finally:
         setattr(torch.autograd.Function, "apply", own)  # noqa: B010 as above
     lost = [one for one in found if not _derives(one[0], one[2])]
-    for function, line, _, applied, results in lost:
-        if applied is None or not results:
+    for function, line, drawn, applied, results in lost:
+        barred = "it takes or gives more than tensors and plain values"
+        if applied is not None and results:
+            barred = _unsteady(function, drawn)
+        if barred or applied is None:
             raise CaptureError(
                 f"{model}: {function.__qualname__}{line} is a torch.autograd.Function: "
                 "torch.export keeps its forward and loses its backward, so gradients would be "
-                "wrong; and it takes or gives more than tensors and plain values, so it cannot be "
-                "an op. Write it in differentiable ops (x + (f(x) - x).detach() passes a gradient "
-                "straight through), as a torch.library.custom_op with register_autograd, or pass "
-                "training=False."
+                f"wrong; and {barred}, so it cannot be an op, which runs its forward once more in "
+                "the backward pass. Write it in differentiable ops (x + (f(x) - x).detach() passes "
+                "a gradient straight through), as a torch.library.custom_op with "
+                "register_autograd, or pass training=False."
             )
         kept[applied] = results
     if lost:
@@ -96,6 +99,10 @@ class _Drawn(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
 
+def _made(item: object) -> object:
+    return item.make() if isinstance(item, _Drawn) else item
+
+
 def _drawn(item: object) -> object:
     if not isinstance(item, torch.Tensor):
         return item
@@ -118,6 +125,27 @@ def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:  # noqa: ANN401
     return all(_equal(one, other) for one, other in zip(by_hand, by_torch, strict=True))
 
 
+def _unsteady(function: Any, arguments: tuple[Any, ...]) -> str:  # noqa: ANN401 a Function's class
+    """What makes two runs of a function differ, or write to what they are given; else empty."""
+    given = pytree.tree_map(_made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
+    before = [t.detach().clone() for t in _tensors(given)]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        state = torch.get_rng_state()
+        try:
+            one, other = (_tensors(function.apply(*given)) for _ in range(2))
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            return f"it does not run on random numbers ({error})"
+        drew = not torch.equal(state, torch.get_rng_state())
+    if drew or not all(torch.equal(a, b) for a, b in zip(one, other, strict=True)):
+        return "it draws random numbers"
+    kept = all(torch.equal(a, b) for a, b in zip(before, _tensors(given), strict=True))
+    return "" if kept else "it writes to what it is given"
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
@@ -128,12 +156,8 @@ def _gradients(
     run: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients, of fixed weights on all outputs, at arguments drawn anew."""
-
-    def made(item: object) -> object:
-        return item.make() if isinstance(item, _Drawn) else item
-
     with torch.enable_grad():
-        given = pytree.tree_map(made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
+        given = pytree.tree_map(_made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
         leaves = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
         outputs = [t for t in pytree.tree_leaves(run(*given)) if isinstance(t, torch.Tensor)]
         total = torch.zeros((), dtype=torch.float64)

@@ -150,6 +150,6 @@ def _backward(
         results = pytree.tree_leaves(applied.function.apply(*applied.arguments(inputs)))
     pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
     asked = [t for t in inputs if t.requires_grad]
-    ends, given = zip(*[(r, g) for r, g in pairs if g is not None], strict=True)
-    found = iter(torch.autograd.grad(ends, asked, given, allow_unused=True))
-    return tuple(next(found) if t.requires_grad else None for t in inputs)
+    ends, given = [r for r, g in pairs if g is not None], [g for _, g in pairs if g is not None]
+    found = iter(torch.autograd.grad(ends, asked, given, allow_unused=True) if ends else ())
+    return tuple(next(found, None) if t.requires_grad else None for t in inputs)
