@@ -12,7 +12,7 @@ are off do so too, unseen by the trace: `capture_graph` has taken them out.
 
 import operator
 from collections import defaultdict
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -120,7 +120,7 @@ class _Memory:
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {n: i for i, n in enumerate(graph.nodes)}
         self._users = {n: list(n.users) for n in graph.nodes}  # those of a replaced node move on
-        self._written = {n: n.args[0] for n in graph.nodes if _mutates(n)}
+        self._written = {n: cast(fx.Node, n.args[0]) for n in graph.nodes if _mutates(n)}
         self._neighbours: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             for source in _aliased(node):
@@ -134,7 +134,7 @@ class _Memory:
     def reader_after(self, node: fx.Node) -> str:
         """Who may see that `node` wrote, other than through its result; empty when nobody does."""
         here = self._position[node]
-        for alias in self._aliases(self._written[node], here):  # type: ignore[arg-type]
+        for alias in self._aliases(self._written[node], here):
             if alias.op != "call_function":
                 return f"belongs to {alias.target}"
             late = next((u for u in self._users[alias] if self._position[u] > here), None)

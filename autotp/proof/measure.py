@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, fx
@@ -79,7 +79,7 @@ def named_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
 
 def beside_loss(program: Program) -> frozenset[str]:
     """The names of the outputs that the model's own loss does not depend on; empty without one."""
-    nodes: tuple[Any, ...] = program.graph.output_node().args[0]  # type: ignore[assignment]
+    nodes = cast(tuple[Any, ...], program.graph.output_node().args[0])
     leaves = [torch.empty(0) if isinstance(n, fx.Node) else n for n in nodes]
     output = pytree.tree_unflatten(leaves, program.out_spec)
     made = {id(leaf): node for leaf, node in zip(leaves, nodes, strict=True)}
