@@ -20,9 +20,11 @@ from autotp.proof.bisection import Case as Search
 from autotp.proof.bisection import first_divergence
 from autotp.proof.measure import loss_of, named_tensors
 from autotp.run.blocks import take
+from autotp.run.group import Group
 from autotp.run.model import ShardedModel
 from tests.hand_made import ATEN, OURS, TP, Case, Edit, HandMade, Shards, case
 from tests.models import build
+from tests.proven import Captured
 
 
 def proved(one: Case, *, gradients: bool = True, dtype: torch.dtype = torch.float32) -> Evidence:
@@ -236,6 +238,55 @@ def test_a_fault_too_small_for_float32_is_found_in_float64() -> None:
     assert found.first_divergence.startswith("d = aten.linear")
 
 
+class Exploding(torch.nn.Module):
+    """Eight steps, each of which multiplies a difference by up to 60: any rounding shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shape = (64, 64)
+        self.up = torch.nn.ParameterList(torch.randn(shape) for _ in range(8))
+        self.down = torch.nn.ParameterList(torch.randn(shape) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + torch.sin(torch.nn.functional.linear(torch.tanh(x @ up), down))
+        return x
+
+
+def exploding() -> tuple[torch.nn.Module, dict[str, Tensor]]:
+    return Exploding(), {"x": torch.randn(2, 64)}
+
+
+def test_what_shrinks_with_the_roundings_is_rounding() -> None:
+    model, inputs = exploding()
+    found = verify(model, 2, gradients=True, example_inputs=inputs)
+
+    assert found.ok
+    assert max(found.gradients.values()) > 1e-9  # in float64, so float32 shows nothing at all
+    assert "decided in float64" in found.notes[0]
+
+
+def test_among_exploding_gradients_a_fault_is_found() -> None:
+    """Three roundings of float32, on one rank, in one weight."""
+    model, inputs = exploding()
+    captured = Captured(model, inputs)
+    built = captured.work.built
+
+    def faulty(made: Any, group: Group) -> ShardedModel:
+        rank = built(made, group)
+        if group.rank == 1:
+            with torch.no_grad():
+                next(p for name, p in rank.named_parameters() if "up" in name).mul_(1 + 3.6e-7)
+        return rank
+
+    captured.work.built = faulty  # type: ignore[method-assign]
+    found = captured.proof(2).evidence
+
+    assert not found.ok
+    assert found.first_divergence is not None
+
+
 def test_where_float64_cannot_be_had_float32_decides_and_says_so() -> None:
     def narrowed(x: Tensor) -> Tensor:
         return x.float().relu()
@@ -305,7 +356,8 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_decided_in_float64() -> Non
 
     assert found.ok
     assert found.gradients["blocks.0.attention.key.bias"] < 1e-9
-    assert any("gradient of blocks.0.attention.key.bias" in note for note in found.notes)
+    note = next(n for n in found.notes if "gradient of blocks.0.attention.key.bias" in n)
+    assert "held to 1e-09" in note
 
 
 def test_a_model_of_transformers_is_proved_with_its_own_loss() -> None:

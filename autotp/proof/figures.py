@@ -39,6 +39,18 @@ class Figures:
         """What differs by more than `limit`."""
         return {about for about, gap in self.gaps.items() if gap.relative > limit}
 
+    def worst(self, negligible: float) -> float:
+        """The largest relative difference; gradients held to `negligible` × the largest at least.
+
+        Constraints: what differs not at all, or infinitely, is passed over.
+        """
+        finite = [(about, g) for about, g in self.gaps.items() if 0 < g.relative < math.inf]
+        scales = {about: gap.absolute / gap.relative for about, gap in finite}
+        floor = negligible * max((s for a, s in scales.items() if a.kind == "gradient"), default=0)
+        floors = {"gradient": floor, "output": 0.0}
+        held = (gap.absolute / max(scales[about], floors[about.kind]) for about, gap in finite)
+        return max(held, default=0.0)
+
     def of(self, kind: str) -> dict[str, Difference]:
         """The differences of all outputs, or of all gradients, by name."""
         return {about.name: gap for about, gap in self.gaps.items() if about.kind == kind}

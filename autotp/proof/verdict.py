@@ -54,6 +54,8 @@ _EXACT = _Measure(
     1e-5,
     "rounding of float64 stays below 1e-11, a fault does not",
 )
+_SPREAD = 64
+"""How much more than the ratio of the roundings one draw of them may differ from another."""
 _UNSURE = 1e-2
 """What is negligible among gradients where float64 is not to be had."""
 
@@ -117,8 +119,10 @@ class _Proof:
         near = figures.beyond(measure.near)
         exact = self._exact(near) if near else None
         if exact is not None:
-            wrong = near & exact.beyond(_EXACT.tolerance)
-            figures, measure = self._decided(figures, exact, near), _EXACT
+            limit = self._limit(figures)
+            wrong = near & exact.beyond(limit)
+            figures = self._decided(figures, exact, near, limit)
+            measure = replace(_EXACT, tolerance=limit)
         if wrong or figures.failure:
             fault = self._fault(figures, wrong, measure)
         elif self.measure.dtype is not None:  # so far only its program stood for the model
@@ -148,7 +152,19 @@ class _Proof:
         self.notes.append(f"float64 could not settle {len(near)} figures: {reason}")
         return None
 
-    def _decided(self, figures: Figures, exact: Figures, near: Set[Compared]) -> Figures:
+    def _limit(self, figures: Figures) -> float:
+        """What rounding may make of a figure in float64.
+
+        A model whose gradients explode makes much of any rounding: what is all of the largest value
+        in float32 is then 2⁻²⁹ of it in float64, give or take. A fault does not shrink.
+        """
+        worst = min(figures.worst(_EXACT.negligible), 1.0)
+        shrunk = torch.finfo(torch.float64).eps / torch.finfo(self.dtype).eps
+        return max(_EXACT.tolerance, _SPREAD * shrunk * worst)
+
+    def _decided(
+        self, figures: Figures, exact: Figures, near: Set[Compared], limit: float
+    ) -> Figures:
         """The figures, those near the tolerance replaced by those in float64."""
         shown = sorted(near, key=lambda about: -figures.gaps[about].relative)[:_SHOWN]
         before_after = [
@@ -157,7 +173,7 @@ class _Proof:
         ]
         self.notes.append(
             f"{len(near)} figures above {self.measure.near:.1e} were decided in "
-            f"float64, held to {_EXACT.tolerance:.0e}: {', '.join(before_after)}"
+            f"float64, held to {limit:.0e}: {', '.join(before_after)}"
         )
         gaps = {about: (exact if about in near else figures).gaps[about] for about in figures.gaps}
         return replace(figures, gaps=gaps)

@@ -186,11 +186,21 @@ def _proven(work: _Work, task: str, kind: str, tp: int, times: _Times) -> dict[s
         "layers": _layers(made.plan),
         "collectives": dict(Counter(f"{c.phase} {c.kind}" for c in made.plan.collectives)),
         "unruled": dict(Counter(entry.split(" at ")[0] for entry in made.plan.unruled)),
+        "discovered": dict(Counter(record.op for record in made.plan.discovered)),
+        "largest": _largest(made.plan),
         "fixed": work.program.reason,
         "gap": made.plan.gap,
         "stage": "",
         "seconds": times.taken(),
     }
+
+
+def _largest(plan: Plan) -> list[str]:
+    """The parameters that every rank holds whole and that are over 1 % of the bytes, with why."""
+    total = sum(record.bytes for record in plan.parameters.values())
+    whole = [record for record in plan.parameters.values() if record.dim is None]
+    large = sorted((r for r in whole if r.bytes > total / 100), key=lambda r: -r.bytes)[:6]
+    return [f"{r.name} ({r.bytes / total:.1%}): {r.reason}" for r in large]
 
 
 def _doubt(evidence: Evidence) -> str:
