@@ -28,8 +28,11 @@ __all__ = [
     "Operand",
     "Use",
     "Value",
+    "Kept",
     "gradients_reach",
     "gradients_return",
+    "kept_outputs",
+    "leaving_whole",
     "results_of",
     "source_of",
 ]
@@ -131,12 +134,31 @@ class Matching:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One choice for everything: layouts, strategies, delivered sets; and what conversions cost."""
+    """One choice for everything: layouts, strategies, delivered sets; and what conversions cost.
+
+    - `kept`: how each tensor of a cache lies that the program takes, by its placeholder's name, and
+      that it gives, by the number of the output.
+    """
 
     parameters: Mapping[str, Placement]
     strategies: Mapping[fx.Node, Strategy]
     delivered: Mapping[Value, Delivered]
     prices: Mapping[Value, Prices]
+    kept: Mapping[str | int, Placement] = field(default_factory=dict[str | int, Placement])
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A tensor of a cache that leaves the program, and may lie as it was made.
+
+    - `number`: of the output; `path`: in the cache; `taken`: the placeholder whose place it takes in
+      the next call, None where it takes none.
+    """
+
+    number: int
+    path: str
+    value: Value
+    taken: fx.Node | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +200,30 @@ def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
         items = cast("Sequence[object]", val)
         return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
     return {}
+
+
+def kept_outputs(analysis: Analysis) -> list[Kept]:
+    """The tensors of caches among the outputs, those that depend on parameters or on a cache."""
+    program = analysis.program
+    inputs = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    outputs = cast("Sequence[object]", program.graph.output_node().args[0])
+    found: list[Kept] = []
+    for number, carried in program.carried.items():
+        node = outputs[number]
+        if isinstance(node, fx.Node) and source_of(node) in analysis.dims:
+            taken = inputs.get(carried.taken.replace(".", "_"))
+            known = taken is not None and (taken, 0) in analysis.dims
+            value = source_of(node)
+            found.append(Kept(number, carried.path, value, taken if known else None))
+    return found
+
+
+def leaving_whole(analysis: Analysis) -> set[Value]:
+    """The values that are outputs of the model, and so are whole on every rank."""
+    outputs = cast("Sequence[object]", analysis.program.graph.output_node().args[0])
+    carried = analysis.program.carried
+    nodes = [n for k, n in enumerate(outputs) if k not in carried and isinstance(n, fx.Node)]
+    return {source_of(n) for n in nodes}
 
 
 def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:

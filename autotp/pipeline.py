@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp.run.conjugates as _ops
 from autotp import rulebook
 from autotp.analysis import Decision
+from autotp.cache import stated, widened
 from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
 from autotp.core.held import much_whole
 from autotp.core.iopddl import solution_json, to_iopddl
 from autotp.core.machine import Machine, load_machine
-from autotp.core.plan import Plan
+from autotp.core.plan import CacheRecord, Plan
 from autotp.core.problem import Solution
 from autotp.core.split import Split
 from autotp.core.trace import Trace
@@ -228,14 +229,16 @@ class _Work:
         model: nn.Module,
         options: Options,
         inputs: Mapping[str, Any] | None = None,
+        caches: Mapping[str, CacheRecord] | None = None,
     ) -> None:
         refuse_sharded(model)
+        self.caches = caches or {}
         self.model, self.options = model, options
         self.training = model.training if options.training is None else options.training
         given = inputs if inputs is not None else options.example_inputs
         if given is None:
             given = example_inputs(model, self.training)
-        self.inputs = Signature.of(model).spelled(given)
+        self.inputs = Signature.of(model).spelled(stated(given))
         self.rules = rulebook.load()
         machine = options.machine
         self.machine = (
@@ -267,6 +270,7 @@ class _Work:
             self._allowed(tp),
             everything,
             offered(self.analysis, self.matching, tp),
+            self.caches,
         )
         return pose(self.analysis, self.matching, terms)
 
@@ -333,13 +337,16 @@ class _Work:
         """What captures a further variant: from a hollow copy, with the layouts kept."""
         bare = skeleton(self.model)
         options = replace(self.options, plan=first, training=first.training)
+        caches = dict(first.caches)
 
         def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
             modes = {path: module.training for path, module in sharded.named_modules()}
             for path, module in bare.named_modules():
                 module.training = modes.get(path, sharded.training)
-            work = _Work(bare, options, valueless(inputs, device_of(bare)))
+            given = valueless(widened(inputs, caches), device_of(bare))
+            work = _Work(bare, options, given, caches)
             made = work.made(where.size, where.name)
+            caches.update(made.plan.caches)
             sharded.add_variant(
                 work._key(), work.program, made.layers(device, where.rank), made.plan
             )

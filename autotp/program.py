@@ -8,7 +8,7 @@ tensor with symbolic sizes) and, where torch.export gave them, `nn_module_stack`
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Guard", "Program", "broken", "broken_guard", "named_leaves", "tensor_leaves"]
+__all__ = ["Carried", "Guard", "Program", "broken", "broken_guard", "named_leaves", "tensor_leaves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,18 @@ class Guard:
 
     expression: str
     input_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A tensor of a cache among the outputs.
+
+    - `path`: in the cache, e.g. `layers.0.keys`; `taken`: the input that it takes the place of in
+      the next call, empty where the cache began in this one.
+    """
+
+    path: str
+    taken: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +62,7 @@ class Program:
     - `dynamic`: False when the sequence had to be fixed; `reason` says why.
     - `training`: the model's mode (dropout) when captured.
     - `baked`: the numbers of the model's forward hooks whose work is in the graph.
+    - `carried`: the outputs, by number, that are tensors of a cache.
     """
 
     graph: fx.Graph
@@ -65,6 +78,7 @@ class Program:
     reason: str
     training: bool
     baked: frozenset[int] = frozenset()
+    carried: Mapping[int, Carried] = field(default_factory=dict[int, Carried])
 
 
 def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:

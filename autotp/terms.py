@@ -1,7 +1,7 @@
 """What a placement problem depends on besides the program: the terms under which it is posed."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -9,6 +9,7 @@ import torch
 from autotp.core.machine import Machine
 from autotp.core.partition import Offers
 from autotp.core.placement import Placement
+from autotp.core.plan import CacheRecord
 
 __all__ = ["Constraint", "Terms"]
 
@@ -32,6 +33,7 @@ class Terms:
     - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
     - `everything`: the conversions that the search leaves out are open too (for random plans).
     - `allowed`: parameter name to the placements that an override or a plan leaves it.
+    - `caches`: how tensors of a cache lie already, by path: calls before this one made them so.
     - `offers`: what may be cut beyond the axes that tp divides.
     """
 
@@ -43,3 +45,4 @@ class Terms:
     allowed: Mapping[str, Constraint]
     everything: bool = False
     offers: Offers = Offers()  # noqa: RUF009  immutable
+    caches: Mapping[str, CacheRecord] = field(default_factory=dict[str, CacheRecord])

@@ -5,7 +5,7 @@ on, and nothing that only tells how it was found.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
@@ -18,6 +18,7 @@ from autotp.errors import PlanError
 
 __all__ = [
     "BUCKET",
+    "CacheRecord",
     "CollectiveRecord",
     "DifferingRecord",
     "DiscoveredRecord",
@@ -131,6 +132,22 @@ class CollectiveRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheRecord:
+    """One tensor of a cache: every call takes it and gives it back cut in the same way.
+
+    - `name`: its path in the cache, e.g. `layers.0.keys`.
+    - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `size`: of that
+      dim as a whole; 0 without one. `split`: the flat form of its `core.split.Split`.
+    """
+
+    name: str
+    dim: int | None = None
+    axis: str | None = None
+    size: int = 0
+    split: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DiscoveredRecord:
     """An op without a row, its `rule` found by running it, and `where`: the modules that use it."""
 
@@ -169,6 +186,7 @@ class Plan:
     - `unruled`: ops without a rule, as "op at module path: reason"; they act whole.
     - `discovered`: rules found by running an op that has none. `differing`: ops on whole values
       whose results ranks may disagree on.
+    - `caches`: tensors of the cache that calls take or give, by path; empty without one.
     - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
 
@@ -203,6 +221,7 @@ class Plan:
     unused_fraction: float = 0.0
     discovered: tuple[DiscoveredRecord, ...] = ()
     differing: tuple[DifferingRecord, ...] = ()
+    caches: Mapping[str, CacheRecord] = field(default_factory=dict[str, CacheRecord])
 
     @property
     def hash(self) -> str:

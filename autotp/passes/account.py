@@ -22,6 +22,7 @@ from autotp.core.price import moved_bytes
 from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
+from autotp.passes.account_cache import caches
 from autotp.passes.account_found import Asked, Found
 from autotp.passes.account_ops import differing, discovered, unruled
 from autotp.passes.account_reasons import Reasons
@@ -107,6 +108,7 @@ class _Accountant:
             unused_fraction=unused,
             discovered=discovered(self.analysis),
             differing=differing(self.found, tp=asked.tp, training=asked.training),
+            caches=caches(self.found, self._axis_name),
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import fx
 
-from autotp.analysis import Analysis, Use, Value, source_of
+from autotp.analysis import Analysis, Use, Value, leaving_whole
 from autotp.core.axis import Atom
 from autotp.core.partition import Partition
 from autotp.core.placement import Placement
@@ -45,8 +45,7 @@ class Walk:
         self, analysis: Analysis, layouts: Layouts, ways: Mapping[fx.Node, tuple[Strategy, ...]]
     ) -> None:
         self.analysis, self.layouts, self.ways = analysis, layouts, ways
-        output = next(n for n in reversed(analysis.program.graph.nodes) if n.op == "output")
-        self.outputs = {source_of(n) for n in output.all_input_nodes}
+        self.outputs = leaving_whole(analysis)
 
     def stop(self, name: str, dim: int, axis: Atom) -> Stop | None:
         """Where a cut of `dim` of parameter `name` along `axis` ends; None if nothing reads it."""

@@ -84,7 +84,8 @@ class _Reader:
         self.parameters, self.rulebook, self.tried = parameters, rulebook, tried
         self.orders = Orders(rulebook.rows)
         self.sizes = Sizes()
-        self.data = {name: set(dims) for name, dims in program.data_dims.items()}
+        self.data = {n.replace(".", "_"): set(dims) for n, dims in program.data_dims.items()}
+        self.kept = {c.taken.replace(".", "_") for c in program.carried.values()}
         self.from_input: set[fx.Node] = set()  # values, not sizes, of an input reach these nodes
 
     def visit(self, node: fx.Node) -> None:
@@ -111,10 +112,14 @@ class _Reader:
 
     def _input(self, node: fx.Node) -> None:
         meta = node.meta.get("val")
-        if isinstance(meta, torch.Tensor) and meta.requires_grad:
+        if not isinstance(meta, torch.Tensor):
+            return
+        kept = node.target in self.kept and meta.is_floating_point() and 0 not in meta.shape
+        if meta.requires_grad or kept:
             data = self.data.get(str(node.target), set())
             dims = [self.forest.dim(s, data=i in data) for i, s in enumerate(self.sizes.of(meta))]
             self._define((node, 0), meta, tuple(dims))
+        if meta.requires_grad:
             self.analysis.differentiable.add((node, 0))
 
     def _define(self, value: Value, meta: torch.Tensor, dims: tuple[Dim, ...]) -> None:
@@ -122,6 +127,8 @@ class _Reader:
         self.analysis.metas[value] = meta
 
     def _call(self, node: fx.Node) -> None:
+        if node.target is torch.ops.aten.sym_size.int:
+            return  # free sizes are of the data, and no part of a value has others
         found = list(_tensors(node))
         if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
             return

@@ -21,9 +21,11 @@ from torch._dynamo import config
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from autotp.cache import CacheState, cached, caches_in, stated
 from autotp.errors import CaptureError
 from autotp.passes.capture_attributes import restored
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
+from autotp.passes.capture_cache import cache_outputs, learn, tie_lengths, unbranched
 from autotp.passes.capture_failure import explained, quiet, short
 from autotp.passes.capture_functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
@@ -40,14 +42,14 @@ from autotp.passes.capture_opaque import Applied
 from autotp.passes.capture_values import Known, asks_values, growing, value_guards
 from autotp.passes.clean import clean, retarget
 from autotp.passes.functional import functionalise, maps_rows
-from autotp.program import Guard, Program, broken, named_leaves
+from autotp.program import Carried, Guard, Program, broken, named_leaves
 
 __all__ = ["capture", "example_inputs", "retarget"]
 
 FREEDOMS = (
-    frozenset({"batch", "sequence", "decoder"}),
-    frozenset({"batch"}),
-    frozenset({"sequence", "decoder"}),
+    frozenset({"batch", "sequence", "decoder", "past"}),
+    frozenset({"batch", "past"}),
+    frozenset({"sequence", "decoder", "past"}),
     frozenset[str](),
 )
 TORCH = os.path.dirname(torch.__file__)
@@ -77,6 +79,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
     call = _Call(model, given, gradients)
     export = _exported(call, axes)
     graph, lifted = _graph(model, export.program, tuple(axes))
+    learn(export.program, graph, _batch(graph, axes))
     if gradients:
         sparse_refused(type(model).__name__, graph)
     fixed = {n: {} if n in export.known else of for n, of in axes.items()}
@@ -96,7 +99,29 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         reason=export.reason,
         training=model.training,
         baked=export.baked,
+        carried=_carried(given, out_spec),
     )
+
+
+def _batch(graph: fx.Graph, axes: Mapping[str, Axes]) -> Any:  # noqa: ANN401  a symbol or a number
+    """The batch size of the inputs, as the graph knows it."""
+    found = [(n, d) for n, of in axes.items() for d, (kind, _) in of.items() if kind == "batch"]
+    inputs = dict(zip(axes, graph.find_nodes(op="placeholder"), strict=True))
+    return inputs[found[0][0]].meta["val"].shape[found[0][1]] if found else None
+
+
+def _carried(given: Mapping[str, Any], out_spec: pytree.TreeSpec) -> dict[int, Carried]:
+    """The outputs that are tensors of a cache, each with the input that it takes the place of."""
+    leaves = list(named_leaves(given))
+    numbered = pytree.tree_unflatten(leaves, pytree.tree_structure(dict(given)))
+    before = [dict(zip(s.spec.paths(), s.leaves, strict=True)) for s in caches_in(numbered)]
+    after = cache_outputs(out_spec)
+    before += [{}] * (len(after) - len(before))
+    return {
+        number: Carried(f"{k}.{path}" if k else path, names.get(path, ""))
+        for k, (state, names) in enumerate(zip(after, before, strict=False))
+        for path, number in zip(state.spec.paths(), state.leaves, strict=True)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +172,15 @@ class _Call:
             config.patch(fake_tensor_cache_enabled=False),
             torch.enable_grad(),  # else no_grad regions would go unseen
             kept,
+            unbranched() if self.keeps_state() else nullcontext(),
             branches() as found,
             baked_hooks(self.model) as baked,
         ):
             yield found, baked
+
+    def keeps_state(self) -> bool:
+        """Whether a cache goes in or is asked for."""
+        return bool(self.given.get("use_cache")) or bool(caches_in(dict(self.given)))
 
     @contextmanager
     def by_keyword(self) -> Generator[None]:
@@ -163,9 +193,12 @@ class _Call:
         known = {n: self.given[n].clone() for n in self.known}
 
         def call(**tensors: Any) -> Any:  # noqa: ANN401 what the model takes and gives
-            inputs = {n: tensors.get(n, v) for n, v in self.given.items()} | known
+            inputs = {n: cached(tensors.get(n, v)) for n, v in self.given.items()} | known
+            for state in caches_in(tensors):
+                tie_lengths(state)
             with Known(list(known.values())) if known else nullcontext():
-                return forward(*[inputs.pop(n) for n in positional if n in inputs], **inputs)
+                first = [inputs.pop(n) for n in positional if n in inputs]
+                return stated(forward(*first, **inputs))
 
         kind = inspect.Parameter.KEYWORD_ONLY
         call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
@@ -266,6 +299,8 @@ def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str
         {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
         for leaf in named_leaves({name: value})
     ]
+    if isinstance(value, CacheState):  # torch takes the children of a class of others as a list
+        return leaves
     return pytree.tree_unflatten(leaves, pytree.tree_structure(value))
 
 
@@ -333,6 +368,8 @@ def _fixed(
                 where = f"L[{name!r}]{pytree.keystr(path)}"
                 leaf_name = next(n for n in axes if _spelled(given, n) == where)
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
+                if isinstance(value, CacheState):  # ranks may hold parts of it
+                    dims = set(range(leaf.dim()))
                 yield from (Guard(code, name) for code in _form(where, leaf, dims))
 
 

@@ -8,12 +8,14 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autotp.cache import DATA_DIMS, CacheState
 from autotp.errors import CaptureError, PlanError
 from autotp.program import named_leaves
 
@@ -24,7 +26,7 @@ BATCH_SIZES = (3, 2)
 SEQUENCE_SIZES = (11, 13, 17, 19, 7, 5, 3, 2)
 
 Axis = tuple[str, int]
-"""A kind of data size ("batch", "sequence" or "decoder") with the size given."""
+"""A kind of data size ("batch", "sequence", "decoder" or "past") with the size given."""
 Axes = Mapping[int, Axis]
 """The dims of one input whose size belongs to the data."""
 
@@ -107,7 +109,10 @@ def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
     Example: ids (2, 12) have `{0: ("batch", 2), 1: ("sequence", 12)}`; images (2, 3, 224, 224) only
     the first; a mask (2, 1, 12, 12) beside such ids has both lengths too.
     """
+    past = _past_axes(inputs)
     tensors = {n: v for n, v in named_leaves(inputs).items() if isinstance(v, torch.Tensor)}
+    every = list(tensors)
+    tensors = {n: v for n, v in tensors.items() if n not in past}
     shapes = [tuple(t.shape) for t in tensors.values() if t.dim()]
     batch = shapes[0][0] if shapes else 0
     lengths = {t.shape[1] for t in tensors.values() if _has_sequence(t)}
@@ -118,6 +123,26 @@ def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
         kind = "decoder" if decoder else "sequence"
         found = {d: (kind, tensor.shape[d]) for d in _sequence_dims(tensor, batch, lengths)}
         axes[name] = ({0: ("batch", batch)} if _has_batch(tensor, batch) else {}) | found
+    return _with_totals({n: past.get(n) or axes.get(n, {}) for n in every})
+
+
+def _with_totals(axes: dict[str, Axes]) -> dict[str, Axes]:
+    """Lengths that are the sum of a past and a new one are free where past ones are."""
+    totals = _sums(sorted({a for of in axes.values() for a in of.values()}))
+    return {
+        n: {d: ("past", a[1]) if a in totals else a for d, a in of.items()}
+        for n, of in axes.items()
+    }
+
+
+def _past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
+    """For each tensor of the caches among the inputs, the dims whose size belongs to the data."""
+    axes: dict[str, Axes] = {}
+    for name, state in inputs.items():
+        if isinstance(state, CacheState):
+            known = DATA_DIMS.get(state.spec, ({},) * len(state.leaves))
+            for i, (leaf, dims) in enumerate(zip(state.leaves, known, strict=True)):
+                axes[f"{name}.{i}"] = {d: (kind, leaf.shape[d]) for d, kind in dims.items()}
     return axes
 
 
@@ -145,6 +170,22 @@ def _by_size(axis: Axis) -> tuple[int, str]:
 
 
 def _chosen(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
+    """The sizes to trace at; a length that is the sum of a past one and a new one stays that."""
+    sums = _sums(axes)
+    chosen = _apart([a for a in axes if a not in sums], limit)
+    return chosen | {a: chosen[past] + chosen[new] for a, (past, new) in sums.items()}
+
+
+def _sums(axes: list[Axis]) -> dict[Axis, tuple[Axis, Axis]]:
+    """Each length that is the sum of a past and a new one, with the two."""
+    lengths = [a for a in axes if a[0] != "batch"]
+    past = [a for a in lengths if a[0] == "past"]
+    new = [a for a in lengths if a[0] != "past"]
+    every = product(lengths, past, new)
+    return {t: (p, n) for t, p, n in every if t not in (p, n) and t[1] == p[1] + n[1]}
+
+
+def _apart(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
     batch = [a for a in axes if a[0] == "batch"]
     lengths = [a for a in axes if a[0] != "batch"]
     longest = limit or max([SEQUENCE_SIZES[0], *(size for _, size in lengths)])

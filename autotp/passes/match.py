@@ -20,7 +20,7 @@ from fractions import Fraction
 
 import networkx as nx
 
-from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, source_of
+from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, leaving_whole
 from autotp.core.axis import Atom
 from autotp.core.rule import Factor
 from autotp.passes.match_bytes import carried
@@ -66,8 +66,7 @@ class _Finder:
         for use in analysis.uses.values():
             for k, operand in enumerate(use.operands):
                 self.consumers[operand.value].append((use, k))
-        output = analysis.program.graph.output_node()
-        self.outputs = {source_of(n) for n in output.all_input_nodes}
+        self.outputs = leaving_whole(analysis)
         self.openers: dict[Atom, list[str]] = defaultdict(list)
         self.closers: dict[Atom, list[str]] = defaultdict(list)
         self.followers: dict[Atom, list[str]] = defaultdict(list)

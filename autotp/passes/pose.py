@@ -23,7 +23,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
-from autotp.analysis import Analysis, Decision, Matching, Use, Value, source_of
+from autotp.analysis import (
+    Analysis,
+    Decision,
+    Kept,
+    Matching,
+    Use,
+    Value,
+    kept_outputs,
+    leaving_whole,
+    source_of,
+)
 from autotp.core.partition import Partition
 from autotp.core.placement import REPLICATED, SHARED, Placement
 from autotp.core.price import Cost, Delivered, Prices
@@ -47,6 +57,7 @@ class Posed:
     uses: dict[Any, tuple[int, tuple[Strategy, ...]]]
     delivered: dict[Value, tuple[int, tuple[Delivered, ...]]]
     prices: dict[Value, Prices]
+    kept: dict[str | int, tuple[int, tuple[Placement, ...]]]
 
     @property
     def ways(self) -> dict[fx.Node, tuple[Strategy, ...]]:
@@ -66,6 +77,7 @@ def decide(posed: Posed, solution: Solution) -> Decision:
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.uses.items()},
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.delivered.items()},
         posed.prices,
+        {k: domain[solution.choice[v]] for k, (v, domain) in posed.kept.items()},
     )
 
 
@@ -87,6 +99,7 @@ class _Poser:
         self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
         self.uses: dict[Any, tuple[int, tuple[Strategy, ...]]] = {}
         self.delivered: dict[Value, tuple[int, tuple[Delivered, ...]]] = {}
+        self.kept: dict[str | int, tuple[int, tuple[Placement, ...]]] = {}
 
     def posed(self) -> Posed:
         """The whole problem."""
@@ -103,7 +116,9 @@ class _Poser:
             self._read(use)
         self._outputs()
         problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
-        return Posed(problem, self.parameters, self.uses, self.delivered, self.prices)
+        return Posed(
+            problem, self.parameters, self.uses, self.delivered, self.prices, self.kept
+        )
 
     def _find_readers(self) -> None:
         for use in self.analysis.uses.values():
@@ -112,11 +127,16 @@ class _Poser:
                     self.readers[operand.value].append((use, k))
         for value in self._output_values():
             self.readers[value].append((None, 0))
+        for kept in self._kept_apart():
+            self.readers[kept.value].append((None, kept.number))
 
     def _output_values(self) -> list[Value]:
-        output = next(n for n in reversed(self.analysis.program.graph.nodes) if n.op == "output")
-        values = [source_of(n) for n in output.all_input_nodes]
-        return [v for v in dict.fromkeys(values) if v in self.analysis.dims]
+        found = leaving_whole(self.analysis)
+        every = [source_of(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
+        return [v for v in dict.fromkeys(every) if v in found and v in self.analysis.dims]
+
+    def _kept_apart(self) -> list[Kept]:
+        return kept_outputs(self.analysis)
 
     def _strategies(self, use: Use) -> tuple[Strategy, ...]:
         analysis = self.analysis
@@ -168,12 +188,20 @@ class _Poser:
 
     def _inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
         """Inputs whose gradient is wanted: whole on every rank, and so is their gradient."""
+        taken = {kept.taken: kept.path for kept in self._kept_apart()}
         for node in self.analysis.program.graph.find_nodes(op="placeholder"):
-            if (node, 0) in self.analysis.dims:
-                costs = self._shared(1, lambda: self._unary(1))
-                variable = self._add(node.name, [str(REPLICATED)], costs)
-                self.makers[(node, 0)] = (variable, (REPLICATED,))
-                self._deliver((node, 0), chosen)
+            value = (node, 0)
+            if value in self.analysis.dims:
+                domain = [REPLICATED]
+                if node in taken:
+                    domain += sorted(p for p in self._wanted(value, chosen) if p.kind == "S")
+                    domain = self._as_before(taken[node], value, domain)
+                costs = self._shared(len(domain), lambda n=len(domain): self._unary(n))
+                variable = self._add(node.name, [str(p) for p in domain], costs)
+                self.makers[value] = (variable, tuple(domain))
+                if node in taken:
+                    self.kept[node.name] = self.makers[value]
+                self._deliver(value, chosen)
 
     def _parameter(
         self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]
@@ -324,11 +352,60 @@ class _Poser:
         self.edges.append(Edge(first, second, table))
 
     def _outputs(self) -> None:
-        """Outputs are whole on every rank: their readers are a variable with one choice."""
+        """Outputs are whole on every rank: their readers are a variable with one choice.
+
+        Those of a cache lie as they were made, and as what they take the place of.
+        """
+        for kept in self._kept_apart():
+            _, made = self.makers[kept.value]
+            cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
+            domain = tuple(self._as_before(kept.path, kept.value, [REPLICATED, *cuts]))
+            costs = self._shared(len(domain), lambda n=len(domain): self._unary(n))
+            sink = self._add(f"output {kept.number}", [str(p) for p in domain], costs)
+            self._reader(kept.value, sink, domain, keep=False)
+            self.kept[kept.number] = (sink, domain)
+            if kept.taken is not None:
+                self._tie(kept, sink, domain)
         for value in self._output_values():
             name = f"{value[0].name} output"
             sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
             self._reader(value, sink, [REPLICATED], keep=False)
+
+
+    def _tie(self, kept: Kept, sink: int, domain: Sequence[Placement]) -> None:
+        """What goes out must lie as what came in."""
+        assert kept.taken is not None
+        variable, before = self.makers[(kept.taken, 0)]
+        ins = [self._cut(p, (kept.taken, 0)) for p in before]
+        outs = [self._cut(p, kept.value) for p in domain]
+        table = np.zeros((len(LEVELS), len(ins), len(outs)), np.int64)
+        table[_FORBIDDEN] = [[came != goes for goes in outs] for came in ins]
+        self.edges.append(Edge(variable, sink, table))
+
+    def _as_before(
+        self, path: str, value: Value, domain: Sequence[Placement]
+    ) -> list[Placement]:
+        """What of `domain` is left for a tensor of a cache that lies somehow already."""
+        record = self.terms.caches.get(path)
+        if record is None:
+            return list(domain)
+        left = [p for p in domain if self._cut(p, value) == (record.dim, record.split)]
+        if not left:
+            size = f"its dim {record.dim} of {record.size}" if record.size else "it"
+            raise PlanError(
+                f"the cache's {path}: earlier calls hold {size} "
+                f"{f'cut along {record.axis}' if record.size else 'whole'}, which of the "
+                f"{len(domain)} placements in this graph none is. Start from an empty cache."
+            )
+        return left
+
+    def _cut(self, placement: Placement, value: Value) -> tuple[int | None, tuple[int, ...]]:
+        """What of a value each rank has, apart from how axes are called."""
+        if not placement.is_split:
+            return None, ()
+        dim = self.analysis.dims[value][placement.dim]
+        split = self.analysis.forest.split(dim, Partition.of(placement.axis))
+        return placement.dim, split.encode() if split else ()
 
 
 def _table(

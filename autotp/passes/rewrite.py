@@ -115,8 +115,9 @@ class _Writer:
         new.meta = dict(node.meta)
         self.plain[node] = new
         if (node, 0) in self.analysis.dims:
-            self._record((node, 0), REPLICATED, new)
-            self.made[(node, 0)] = REPLICATED
+            placement = self.decision.kept.get(node.name, REPLICATED)
+            self._record((node, 0), placement, new)
+            self.made[(node, 0)] = placement
 
     def _any(self, node: fx.Node) -> fx.Node:
         """The new node of `node` in whatever placement it has: for sizes, which are never split."""
@@ -220,13 +221,18 @@ class _Writer:
             _inherit(new, origin)
 
     def _output(self, node: fx.Node) -> None:
-        def whole(old: fx.Node) -> fx.Node:
-            value = source_of(old)
-            if value not in self.analysis.dims:
-                return self.plain[old]
-            return self._converted(value, REPLICATED, keep=False, reader=node)
+        kept = self.decision.kept
 
-        new = self.graph.output(map_arg(node.args[0], whole))
+        def given(old: Any, number: int) -> Any:  # noqa: ANN401  a node or a constant
+            if not isinstance(old, fx.Node):
+                return old
+            if source_of(old) not in self.analysis.dims:
+                return self.plain[old]
+            wanted = kept.get(number, REPLICATED)
+            return self._converted(source_of(old), wanted, keep=False, reader=node)
+
+        outputs = cast("tuple[Any, ...]", node.args[0])
+        new = self.graph.output(tuple(given(old, k) for k, old in enumerate(outputs)))
         new.meta = dict(node.meta)
 
     # ── conversions ──────────────────────────────────────────────────────────────────────────

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from autotp.cache import returned, stated
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError, PlanError
 from autotp.program import Program
@@ -119,18 +120,19 @@ class ShardedModel(Baked):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """What the model's own forward returns, computed by this rank and its group."""
-        inputs = self.sharded_signature.bind(args, kwargs)
+        given = self.sharded_signature.bind(args, kwargs)
         if self.sharded_state.imagined:
             self._refuse_to_run()
-        return self._variant(inputs).run(self, inputs)
+        inputs = {name: stated(value) for name, value in given.items()}
+        return returned(self._variant(inputs).run(self, inputs), given)
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Captures what a call with these arguments needs in the present mode; runs nothing."""
-        self._variant(self.sharded_signature.bind(args, kwargs))
+        self._variant(stated(self.sharded_signature.bind(args, kwargs)))
 
     def key(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
         """The key of a call with these arguments in the present mode."""
-        return self._key(self.sharded_signature.bind(args, kwargs))
+        return self._key(stated(self.sharded_signature.bind(args, kwargs)))
 
     def add_variant(self, key: str, program: Program, outlined: Graphs, plan: Plan) -> None:
         """Makes `program`, outlined, what calls of `key` run where its guards hold."""
@@ -170,14 +172,6 @@ class ShardedModel(Baked):
             f"{type(self).__name__}: rank {self.rank} of {self.plan.tp} holds shards, which "
             "save_pretrained would write as the whole model. Save the whole model before "
             "parallelizing it, or each rank's state_dict() under a name of its own."
-        )
-
-    def generate(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuses: the model's own method keeps a cache of keys and values, which no graph has."""
-        raise PlanError(
-            f"{type(self).__name__}: generate() needs a cache of keys and values, which a sharded "
-            "model does not have yet. Loop over whole forwards: append the next word to input_ids "
-            "and call the model again (docs/all-of-autotp.md, 'What is not there yet')."
         )
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:

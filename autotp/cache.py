@@ -1,0 +1,273 @@
+"""What a forward keeps between calls (keys and values, states of convolutions and recurrences), as
+plain tensors.
+
+A cache is a tree of plain objects: layers with tensors, flags, and numbers that count words. It
+becomes a `CacheState`: the tree without its tensors, which is compared and hashed (`CacheSpec`),
+and the tensors in order. A number that grows from call to call is a tensor too, of shape (number,
+0): a graph reads it as a size, and its value takes no memory.
+
+No class of cache is named here, nor one of model.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autotp.core.plan import CacheRecord
+from autotp.errors import CaptureError
+
+__all__ = [
+    "DATA_DIMS",
+    "CacheSpec",
+    "CacheState",
+    "cached",
+    "caches_in",
+    "flat",
+    "is_cache",
+    "rebuilt",
+    "restore",
+    "returned",
+    "stated",
+    "widened",
+]
+
+_CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None), type, torch.Size)
+_PLAIN = (torch.Tensor, *_CONSTANTS, torch.SymInt, list, tuple, dict, set, frozenset, nn.Module)
+_DEEPEST = 16
+
+COUNTED: Final[set[tuple[type, object]]] = set()
+"""Class and attribute of the numbers that count words, as captures have shown them."""
+DATA_DIMS: Final[dict["CacheSpec", tuple[Mapping[int, str], ...]]] = {}
+"""For each tensor of a cache of that make, the dims whose size belongs to the data, and their kind:
+`batch` or `past`; learned when a capture gives such a cache."""
+
+Kind: TypeAlias = Literal["tensor", "count", "constant", "object", "list", "tuple", "dict"]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSpec:
+    """A cache without its tensors.
+
+    - `kind`: what stands here; `what`: the constant, or the class of an object.
+    - `keys`: attribute names, dict keys or indices of `items`.
+
+    Example: a layer with keys and values is `object`, its class, with the keys `keys`, `values`.
+    """
+
+    kind: Kind
+    what: Any = None
+    keys: tuple[Any, ...] = ()
+    items: tuple["CacheSpec", ...] = ()
+
+    def paths(self, prefix: str = "") -> Iterator[str]:
+        """The path of each tensor, in order: `layers.0.keys`."""
+        if self.kind in ("tensor", "count"):
+            yield prefix
+        for key, item in zip(self.keys, self.items, strict=True):
+            yield from item.paths(f"{prefix}.{key}" if prefix else str(key))
+
+    def __str__(self) -> str:
+        """The class with a mark of all else, equal in all processes: `DynamicCache#1f0c`."""
+        name = self.what.__name__ if isinstance(self.what, type) else self.kind
+        return f"{name}#{hashlib.sha1(_text(self).encode()).hexdigest()[:8]}"
+
+    def __repr__(self) -> str:
+        """The same: a tree of many layers is not to be read."""
+        return str(self)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheState:
+    """A cache as a graph takes it: what it is, and its tensors."""
+
+    spec: CacheSpec
+    leaves: Sequence[Any]
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """A tensor by its number, as guards speak of it."""
+        return self.leaves[index]
+
+
+pytree.register_pytree_node(
+    CacheState,
+    lambda state: (list(state.leaves), state.spec),
+    lambda leaves, spec: CacheState(cast("CacheSpec", spec), list(leaves)),
+    flatten_with_keys_fn=lambda state: (
+        [(pytree.SequenceKey(i), leaf) for i, leaf in enumerate(state.leaves)],
+        state.spec,
+    ),
+    serialized_type_name="autotp.cache.CacheState",
+)
+
+
+def is_cache(value: object) -> bool:
+    """Whether `value` is an object that keeps state: neither a tensor, a constant nor a tree."""
+    return (
+        not isinstance(value, (*_PLAIN, CacheState))
+        and hasattr(value, "__dict__")
+        and not callable(value)
+        and type(value) not in pytree.SUPPORTED_NODES
+    )
+
+
+def flat(cache: object) -> CacheState:
+    """The cache as its spec and its tensors, which are shared.
+
+    Raises CaptureError for what a graph cannot hold: streams, functions, cycles.
+    """
+    leaves: list[torch.Tensor] = []
+    return CacheState(_Walk(type(cache).__name__, leaves).of(cache, (), type(None), ""), leaves)
+
+
+def rebuilt(state: CacheState) -> Any:  # noqa: ANN401  whatever class the cache is of
+    """A new cache of the same make around the tensors."""
+    return _made(state.spec, iter(state.leaves))
+
+
+def restore(cache: object, state: CacheState) -> None:
+    """Puts what `state` holds into the objects of `cache`, which stay the same objects."""
+    _filled(cache, state.spec, iter(state.leaves))
+
+
+def stated(tree: Any) -> Any:  # noqa: ANN401  any nest of values
+    """`tree` with every cache in it flat."""
+    return pytree.tree_map(lambda x: flat(x) if is_cache(x) else x, tree)
+
+
+def cached(tree: Any) -> Any:  # noqa: ANN401  any nest of values
+    """`tree` with every flat cache in it rebuilt."""
+    is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, CacheState)  # noqa: E731
+    return pytree.tree_map(lambda x: rebuilt(x) if is_leaf(x) else x, tree, is_leaf=is_leaf)
+
+
+def returned(output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401  what a model returns
+    """`output` with real caches: those that were given, filled anew, where there were any."""
+    states = caches_in(output)
+    if not states:
+        return output
+    olds = [x for x in pytree.tree_leaves(dict(given)) if is_cache(x)]
+    known = {id(state): old for state, old in zip(states, olds, strict=False)}
+    is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, CacheState)  # noqa: E731
+
+    def whole(x: Any) -> Any:  # noqa: ANN401
+        if not is_leaf(x):
+            return x
+        if id(x) not in known:
+            return rebuilt(x)
+        restore(known[id(x)], x)
+        return known[id(x)]
+
+    return pytree.tree_map(whole, output, is_leaf=is_leaf)
+
+
+def widened(inputs: Mapping[str, Any], records: Mapping[str, CacheRecord]) -> dict[str, Any]:
+    """The inputs with each rank's part of a cache in a tensor of the whole size, without values."""
+    states = [v for v in inputs.values() if isinstance(v, CacheState)]
+    whole = {id(s): _wide(s, f"{k}." if k else "", records) for k, s in enumerate(states)}
+    return {name: whole.get(id(value), value) for name, value in inputs.items()}
+
+
+def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) -> CacheState:
+    leaves = list(state.leaves)
+    for i, path in enumerate(state.spec.paths()):
+        record = records.get(prefix + path)
+        if record is not None and record.dim is not None:
+            shape = list(leaves[i].shape)
+            shape[record.dim] = record.size
+            leaves[i] = leaves[i].new_zeros(shape)
+    return CacheState(state.spec, leaves)
+
+
+def caches_in(tree: Any) -> list[CacheState]:  # noqa: ANN401  any nest of values
+    """The flat caches in `tree`, in order."""
+    is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, CacheState)  # noqa: E731
+    return [x for x in pytree.tree_leaves(tree, is_leaf=is_leaf) if isinstance(x, CacheState)]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One cache being taken apart."""
+
+    name: str
+    leaves: list[torch.Tensor]
+
+    def of(self, value: Any, path: tuple[Any, ...], owner: type, key: object) -> CacheSpec:  # noqa: ANN401
+        if isinstance(value, torch.Tensor):
+            self.leaves.append(value)
+            return CacheSpec("tensor")
+        if isinstance(value, torch.SymInt):
+            COUNTED.add((owner, key))
+            return self.counted(value)
+        if type(value) is int and value > 0 and (owner, key) in COUNTED:
+            return self.counted(value)
+        if isinstance(value, _CONSTANTS):
+            return CacheSpec("constant", value)
+        if len(path) > _DEEPEST:
+            raise CaptureError(self.refusal(path, "a tree that deep, or with a cycle,"))
+        return self.nested(value, path)
+
+    def counted(self, number: int | torch.SymInt) -> CacheSpec:
+        self.leaves.append(torch.empty((cast("int", number), 0)))
+        return CacheSpec("count")
+
+    def nested(self, value: Any, path: tuple[Any, ...]) -> CacheSpec:  # noqa: ANN401
+        kind: Kind
+        if isinstance(value, list | tuple):
+            sequence = cast("Sequence[object]", value)
+            kind, held = ("list" if isinstance(value, list) else "tuple"), dict(enumerate(sequence))
+        elif type(value) is dict:
+            kind, held = "dict", cast("dict[Any, object]", value)
+        elif is_cache(value):
+            kind, held = "object", cast("dict[Any, object]", vars(value))
+        else:
+            raise CaptureError(self.refusal(path, f"a {type(value).__name__}"))
+        owner = type(value)
+        items = tuple(self.of(v, (*path, k), owner, k) for k, v in held.items())
+        return CacheSpec(kind, owner if kind == "object" else None, tuple(held), items)
+
+    def refusal(self, path: tuple[Any, ...], what: str) -> str:
+        return (
+            f"the cache {self.name}: {'.'.join(map(str, path))} holds {what}, which no graph can "
+            "take in and give back. Use a plain cache, without offloading or quantisation."
+        )
+
+
+def _made(spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: ANN401
+    if spec.kind == "tensor":
+        return next(leaves)
+    if spec.kind == "count":
+        return next(leaves).shape[0]
+    if spec.kind == "constant":
+        return spec.what
+    values = [_made(item, leaves) for item in spec.items]
+    if spec.kind == "object":
+        made = spec.what.__new__(spec.what)
+        vars(made).update(zip(spec.keys, values, strict=True))
+        return made
+    if spec.kind == "dict":
+        return dict(zip(spec.keys, values, strict=True))
+    return values if spec.kind == "list" else tuple(values)
+
+
+def _filled(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: ANN401
+    """What stands where `old` stood: the same object where its make is the same."""
+    if spec.kind == "object" and type(old) is spec.what:
+        held = vars(old)
+        for key, item in zip(spec.keys, spec.items, strict=True):
+            held[key] = _filled(held.get(key), item, leaves)
+        return old
+    if spec.kind == "list" and type(old) is list and len(cast("list[Any]", old)) == len(spec.items):
+        old[:] = [_filled(o, item, leaves) for o, item in zip(old, spec.items, strict=True)]
+        return old
+    return _made(spec, leaves)
+
+
+def _text(spec: CacheSpec) -> str:
+    what = spec.what.__qualname__ if isinstance(spec.what, type) else repr(spec.what)
+    inner = ", ".join(f"{k!r}: {_text(i)}" for k, i in zip(spec.keys, spec.items, strict=True))
+    return f"{spec.kind} {what} ({inner})"

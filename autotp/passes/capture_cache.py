@@ -1,0 +1,107 @@
+"""Captures a forward with a cache: flat caches go in and come out, and nothing branches on lengths.
+
+A cache that keeps only a window of the last words compares their number with the window; the graph
+cuts to the window by sizes instead, so that it holds before and after the window is full.
+"""
+
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from autotp.cache import DATA_DIMS, CacheState, caches_in
+
+__all__ = ["cache_outputs", "learn", "tie_lengths", "unbranched"]
+
+
+@contextmanager
+def unbranched() -> Generator[None]:
+    """Classes that keep a window, and masks left out by length, without a branch on lengths."""
+    with ExitStack() as stack:
+        for cls in _windowed():
+            stack.enter_context(patch.object(cls, "update", _update))
+            stack.enter_context(patch.object(cls, "get_mask_sizes", _mask_sizes))
+        if masking := sys.modules.get("transformers.masking_utils"):
+            name = "_ignore_causal_mask_sdpa"
+            stack.enter_context(patch.object(masking, name, lambda *_, **__: False))
+        yield
+
+
+def _windowed() -> list[type]:
+    """The growing cache layers that keep a window, those that define how."""
+    caches = sys.modules.get("transformers.cache_utils")
+    found = getattr(caches, "DynamicSlidingWindowLayer", None)
+    return [found] if found is not None else []
+
+
+def _update(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    """As the layer's own, with the cut at a size that is computed, not compared."""
+    if not self.is_initialized:
+        self.lazy_initialization(keys, values)
+        whole = keys, values
+    else:
+        whole = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
+    self.cumulative_length += keys.shape[-2]
+    if self.record_past:
+        self.keys, self.values = whole
+        seen = self.sliding_window - 1 + keys.shape[-2]
+        return _last(whole[0], seen), _last(whole[1], seen)
+    self.keys, self.values = (_last(x, self.sliding_window - 1) for x in whole)
+    return whole
+
+
+def _last(x: torch.Tensor, most: int) -> torch.Tensor:
+    """The last `most` positions, or all if there are fewer."""
+    length = x.shape[-2]
+    first = torch.sym_max(0, length - most)
+    # a view would make the capture ask whether it lies in one piece, which depends on the length
+    return x.index_select(-2, torch.arange(first, length, device=x.device))
+
+
+def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:  # noqa: ANN401
+    """The number of keys that a call sees, and the position of the first."""
+    kept = self.keys.shape[-2] if self.is_initialized else 0
+    if self.record_past:
+        kept = torch.sym_min(kept, self.sliding_window - 1)
+    return kept + query_length, self.cumulative_length - kept
+
+
+def tie_lengths(state: CacheState) -> None:
+    """Takes the past of one object, such as keys and values, to be of one length."""
+    lengths: dict[str, Any] = {}
+    known = DATA_DIMS.get(state.spec, ({},) * len(state.leaves))
+    for path, leaf, dims in zip(state.spec.paths(), state.leaves, known, strict=True):
+        owner = path.rpartition(".")[0]
+        for dim in (d for d, kind in dims.items() if kind == "past" and leaf.numel() != 0):
+            torch._check(lengths.setdefault(owner, leaf.shape[dim]) == leaf.shape[dim])
+
+
+def cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
+    """The caches among the outputs, each with the numbers of its tensors in the flat output."""
+    return caches_in(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+
+
+def learn(exported: ExportedProgram, graph: fx.Graph, batch: Any) -> None:  # noqa: ANN401  a symbol
+    """Notes which dims of the caches that come out are of the data: those whose size is free."""
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None
+    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    for state in cache_outputs(out_spec):
+        shapes = [outputs[number].meta["val"].shape for number in state.leaves]
+        found = tuple(_free(shape, batch) for shape in shapes)
+        DATA_DIMS.setdefault(state.spec, found)
+
+
+def _free(shape: torch.Size, batch: Any) -> Mapping[int, str]:  # noqa: ANN401
+    kind: Callable[[Any], str] = lambda s: "batch" if _same(s, batch) else "past"  # noqa: E731
+    return {d: kind(s) for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
+
+
+def _same(size: torch.SymInt, batch: Any) -> bool:  # noqa: ANN401
+    return isinstance(batch, torch.SymInt) and size.node.expr == batch.node.expr
