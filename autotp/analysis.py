@@ -151,8 +151,8 @@ class Decision:
 class Kept:
     """A tensor of a cache that leaves the program, and may lie as it was made.
 
-    - `number`: of the output; `path`: in the cache; `taken`: the placeholder whose place it takes in
-      the next call, None where it takes none.
+    - `number`: of the output; `path`: in the cache; `taken`: the placeholder whose place it takes
+      in the next call, None where it takes none.
     """
 
     number: int

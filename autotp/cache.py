@@ -93,14 +93,21 @@ class CacheState:
         return self.leaves[index]
 
 
+def _flatten(state: CacheState) -> tuple[list[Any], Any]:
+    return list(state.leaves), state.spec
+
+
+def _flatten_with_keys(state: CacheState) -> tuple[list[tuple[pytree.KeyEntry, Any]], Any]:
+    make = cast("Callable[[int], pytree.KeyEntry]", pytree.SequenceKey)
+    keys = map(make, range(len(state.leaves)))
+    return list(zip(keys, state.leaves, strict=True)), state.spec
+
+
 pytree.register_pytree_node(
     CacheState,
-    lambda state: (list(state.leaves), state.spec),
+    _flatten,
     lambda leaves, spec: CacheState(cast("CacheSpec", spec), list(leaves)),
-    flatten_with_keys_fn=lambda state: (
-        [(pytree.SequenceKey(i), leaf) for i, leaf in enumerate(state.leaves)],
-        state.spec,
-    ),
+    flatten_with_keys_fn=_flatten_with_keys,
     serialized_type_name="autotp.cache.CacheState",
 )
 
@@ -136,13 +143,12 @@ def restore(cache: object, state: CacheState) -> None:
 
 def stated(tree: Any) -> Any:  # noqa: ANN401  any nest of values
     """`tree` with every cache in it flat."""
-    return pytree.tree_map(lambda x: flat(x) if is_cache(x) else x, tree)
+    return pytree.tree_map(_flat, tree)
 
 
 def cached(tree: Any) -> Any:  # noqa: ANN401  any nest of values
     """`tree` with every flat cache in it rebuilt."""
-    is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, CacheState)  # noqa: E731
-    return pytree.tree_map(lambda x: rebuilt(x) if is_leaf(x) else x, tree, is_leaf=is_leaf)
+    return pytree.tree_map(_whole, tree, is_leaf=_is_flat)
 
 
 def returned(output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401  what a model returns
@@ -152,17 +158,14 @@ def returned(output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401  wha
         return output
     olds = [x for x in pytree.tree_leaves(dict(given)) if is_cache(x)]
     known = {id(state): old for state, old in zip(states, olds, strict=False)}
-    is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, CacheState)  # noqa: E731
 
-    def whole(x: Any) -> Any:  # noqa: ANN401
-        if not is_leaf(x):
-            return x
+    def whole(x: Any) -> Any:  # noqa: ANN401  a leaf, or a flat cache
         if id(x) not in known:
-            return rebuilt(x)
+            return _whole(x)
         restore(known[id(x)], x)
         return known[id(x)]
 
-    return pytree.tree_map(whole, output, is_leaf=is_leaf)
+    return pytree.tree_map(whole, output, is_leaf=_is_flat)
 
 
 def widened(inputs: Mapping[str, Any], records: Mapping[str, CacheRecord]) -> dict[str, Any]:
@@ -185,8 +188,19 @@ def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) ->
 
 def caches_in(tree: Any) -> list[CacheState]:  # noqa: ANN401  any nest of values
     """The flat caches in `tree`, in order."""
-    is_leaf: Callable[[Any], bool] = lambda x: isinstance(x, CacheState)  # noqa: E731
-    return [x for x in pytree.tree_leaves(tree, is_leaf=is_leaf) if isinstance(x, CacheState)]
+    return [x for x in pytree.tree_leaves(tree, is_leaf=_is_flat) if isinstance(x, CacheState)]
+
+
+def _is_flat(value: object) -> bool:
+    return isinstance(value, CacheState)
+
+
+def _flat(value: Any) -> Any:  # noqa: ANN401  any leaf
+    return flat(value) if is_cache(value) else value
+
+
+def _whole(value: Any) -> Any:  # noqa: ANN401  any leaf, or a flat cache
+    return rebuilt(value) if isinstance(value, CacheState) else value
 
 
 @dataclass(slots=True)

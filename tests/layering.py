@@ -11,6 +11,7 @@ NOUNS = {
     "program",
     "sizes",
     "analysis",
+    "cache",
     "layouts",
     "offers",
     "options",

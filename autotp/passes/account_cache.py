@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from autotp.core.partition import Partition
-from autotp.core.plan import CacheRecord
-from autotp.core.placement import Placement
 from autotp.analysis import Kept, kept_outputs
+from autotp.core.partition import Partition
+from autotp.core.placement import Placement
+from autotp.core.plan import CacheRecord
 from autotp.passes.account_found import Found
 
 __all__ = ["caches"]

@@ -25,7 +25,7 @@ from autotp.cache import CacheState, cached, caches_in, stated
 from autotp.errors import CaptureError
 from autotp.passes.capture_attributes import restored
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
-from autotp.passes.capture_cache import cache_outputs, learn, tie_lengths, unbranched
+from autotp.passes.capture_cache import cache_outputs, learn, own_states, tie_lengths, unbranched
 from autotp.passes.capture_failure import explained, quiet, short
 from autotp.passes.capture_functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.passes.capture_graph import decomposed, flat_graph, mutated
@@ -193,9 +193,13 @@ class _Call:
         known = {n: self.given[n].clone() for n in self.known}
 
         def call(**tensors: Any) -> Any:  # noqa: ANN401 what the model takes and gives
-            inputs = {n: cached(tensors.get(n, v)) for n, v in self.given.items()} | known
             for state in caches_in(tensors):
                 tie_lengths(state)
+            given = {n: tensors.get(n, v) for n, v in self.given.items()}
+            inputs = {
+                n: cached(own_states(v) if isinstance(v, CacheState) else v)
+                for n, v in given.items()
+            } | known
             with Known(list(known.values())) if known else nullcontext():
                 first = [inputs.pop(n) for n in positional if n in inputs]
                 return stated(forward(*first, **inputs))

@@ -5,7 +5,7 @@ cuts to the window by sizes instead, so that it holds before and after the windo
 """
 
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.cache import DATA_DIMS, CacheState, caches_in
 
-__all__ = ["cache_outputs", "learn", "tie_lengths", "unbranched"]
+__all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
 
 
 @contextmanager
@@ -28,9 +28,12 @@ def unbranched() -> Generator[None]:
             stack.enter_context(patch.object(cls, "update", _update))
             stack.enter_context(patch.object(cls, "get_mask_sizes", _mask_sizes))
         if masking := sys.modules.get("transformers.masking_utils"):
-            name = "_ignore_causal_mask_sdpa"
-            stack.enter_context(patch.object(masking, name, lambda *_, **__: False))
+            stack.enter_context(patch.object(masking, "_ignore_causal_mask_sdpa", _needed))
         yield
+
+
+def _needed(*_: Any, **__: Any) -> bool:  # noqa: ANN401  what decides about a mask takes
+    return False
 
 
 def _windowed() -> list[type]:
@@ -66,10 +69,18 @@ def _last(x: torch.Tensor, most: int) -> torch.Tensor:
 
 def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:  # noqa: ANN401
     """The number of keys that a call sees, and the position of the first."""
-    kept = self.keys.shape[-2] if self.is_initialized else 0
+    kept: Any = self.keys.shape[-2] if self.is_initialized else 0
     if self.record_past:
         kept = torch.sym_min(kept, self.sliding_window - 1)
     return kept + query_length, self.cumulative_length - kept
+
+
+def own_states(state: CacheState) -> CacheState:
+    """The cache with copies of what keeps its size: a forward may write to it in place."""
+    known = DATA_DIMS.get(state.spec, ({},) * len(state.leaves))
+    grows = ["past" in dims.values() for dims in known]
+    leaves = [x if g else x.clone() for x, g in zip(state.leaves, grows, strict=True)]
+    return CacheState(state.spec, leaves)
 
 
 def tie_lengths(state: CacheState) -> None:
@@ -79,7 +90,8 @@ def tie_lengths(state: CacheState) -> None:
     for path, leaf, dims in zip(state.spec.paths(), state.leaves, known, strict=True):
         owner = path.rpartition(".")[0]
         for dim in (d for d, kind in dims.items() if kind == "past" and leaf.numel() != 0):
-            torch._check(lengths.setdefault(owner, leaf.shape[dim]) == leaf.shape[dim])
+            equal = lengths.setdefault(owner, leaf.shape[dim]) == leaf.shape[dim]
+            torch._check(equal)  # pyright: ignore[reportPrivateUsage]  the way to tell a capture
 
 
 def cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
@@ -99,8 +111,8 @@ def learn(exported: ExportedProgram, graph: fx.Graph, batch: Any) -> None:  # no
 
 
 def _free(shape: torch.Size, batch: Any) -> Mapping[int, str]:  # noqa: ANN401
-    kind: Callable[[Any], str] = lambda s: "batch" if _same(s, batch) else "past"  # noqa: E731
-    return {d: kind(s) for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
+    free = {d: s for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
+    return {d: "batch" if _same(s, batch) else "past" for d, s in free.items()}
 
 
 def _same(size: torch.SymInt, batch: Any) -> bool:  # noqa: ANN401

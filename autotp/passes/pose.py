@@ -26,11 +26,9 @@ from torch import fx
 from autotp.analysis import (
     Analysis,
     Decision,
-    Kept,
     Matching,
     Use,
     Value,
-    kept_outputs,
     leaving_whole,
     source_of,
 )
@@ -40,6 +38,7 @@ from autotp.core.price import Cost, Delivered, Prices
 from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
+from autotp.passes.pose_cache import Caches
 from autotp.passes.pose_weights import Weights
 from autotp.terms import Terms
 
@@ -93,6 +92,7 @@ class _Poser:
         self.prices: dict[Value, Prices] = {}
         self.paddings: dict[str, Fraction] = {"": Fraction(1)}
         self.weights = Weights(analysis, matching, terms)
+        self.caches = Caches(analysis, terms)
         self.order = {n.name: k for k, n in enumerate(analysis.program.graph.nodes)}
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
@@ -116,9 +116,7 @@ class _Poser:
             self._read(use)
         self._outputs()
         problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
-        return Posed(
-            problem, self.parameters, self.uses, self.delivered, self.prices, self.kept
-        )
+        return Posed(problem, self.parameters, self.uses, self.delivered, self.prices, self.kept)
 
     def _find_readers(self) -> None:
         for use in self.analysis.uses.values():
@@ -127,16 +125,13 @@ class _Poser:
                     self.readers[operand.value].append((use, k))
         for value in self._output_values():
             self.readers[value].append((None, 0))
-        for kept in self._kept_apart():
+        for kept in self.caches.outputs:
             self.readers[kept.value].append((None, kept.number))
 
     def _output_values(self) -> list[Value]:
         found = leaving_whole(self.analysis)
         every = [source_of(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
         return [v for v in dict.fromkeys(every) if v in found and v in self.analysis.dims]
-
-    def _kept_apart(self) -> list[Kept]:
-        return kept_outputs(self.analysis)
 
     def _strategies(self, use: Use) -> tuple[Strategy, ...]:
         analysis = self.analysis
@@ -188,20 +183,19 @@ class _Poser:
 
     def _inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
         """Inputs whose gradient is wanted: whole on every rank, and so is their gradient."""
-        taken = {kept.taken: kept.path for kept in self._kept_apart()}
         for node in self.analysis.program.graph.find_nodes(op="placeholder"):
             value = (node, 0)
             if value in self.analysis.dims:
-                domain = [REPLICATED]
-                if node in taken:
-                    domain += sorted(p for p in self._wanted(value, chosen) if p.kind == "S")
-                    domain = self._as_before(taken[node], value, domain)
-                costs = self._shared(len(domain), lambda n=len(domain): self._unary(n))
-                variable = self._add(node.name, [str(p) for p in domain], costs)
-                self.makers[value] = (variable, tuple(domain))
-                if node in taken:
+                domain = self.caches.taken(node, self._wanted(value, chosen))
+                self.makers[value] = self._chosen(node.name, domain)
+                if node in self.caches.paths:
                     self.kept[node.name] = self.makers[value]
                 self._deliver(value, chosen)
+
+    def _chosen(self, name: str, domain: Sequence[Placement]) -> tuple[int, tuple[Placement, ...]]:
+        """A variable whose choices cost nothing by themselves."""
+        costs = self._shared(len(domain), lambda: self._unary(len(domain)))
+        return self._add(name, [str(p) for p in domain], costs), tuple(domain)
 
     def _parameter(
         self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]
@@ -356,56 +350,18 @@ class _Poser:
 
         Those of a cache lie as they were made, and as what they take the place of.
         """
-        for kept in self._kept_apart():
-            _, made = self.makers[kept.value]
-            cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
-            domain = tuple(self._as_before(kept.path, kept.value, [REPLICATED, *cuts]))
-            costs = self._shared(len(domain), lambda n=len(domain): self._unary(n))
-            sink = self._add(f"output {kept.number}", [str(p) for p in domain], costs)
-            self._reader(kept.value, sink, domain, keep=False)
-            self.kept[kept.number] = (sink, domain)
+        for kept in self.caches.outputs:
+            variable, domain = self.kept[kept.number] = self._chosen(
+                f"output {kept.number}", self.caches.given(kept, self.makers[kept.value][1])
+            )
+            self._reader(kept.value, variable, domain, keep=False)
             if kept.taken is not None:
-                self._tie(kept, sink, domain)
+                taken, before = self.makers[(kept.taken, 0)]
+                self.edges.append(Edge(taken, variable, self.caches.tied(kept, before, domain)))
         for value in self._output_values():
             name = f"{value[0].name} output"
             sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
             self._reader(value, sink, [REPLICATED], keep=False)
-
-
-    def _tie(self, kept: Kept, sink: int, domain: Sequence[Placement]) -> None:
-        """What goes out must lie as what came in."""
-        assert kept.taken is not None
-        variable, before = self.makers[(kept.taken, 0)]
-        ins = [self._cut(p, (kept.taken, 0)) for p in before]
-        outs = [self._cut(p, kept.value) for p in domain]
-        table = np.zeros((len(LEVELS), len(ins), len(outs)), np.int64)
-        table[_FORBIDDEN] = [[came != goes for goes in outs] for came in ins]
-        self.edges.append(Edge(variable, sink, table))
-
-    def _as_before(
-        self, path: str, value: Value, domain: Sequence[Placement]
-    ) -> list[Placement]:
-        """What of `domain` is left for a tensor of a cache that lies somehow already."""
-        record = self.terms.caches.get(path)
-        if record is None:
-            return list(domain)
-        left = [p for p in domain if self._cut(p, value) == (record.dim, record.split)]
-        if not left:
-            size = f"its dim {record.dim} of {record.size}" if record.size else "it"
-            raise PlanError(
-                f"the cache's {path}: earlier calls hold {size} "
-                f"{f'cut along {record.axis}' if record.size else 'whole'}, which of the "
-                f"{len(domain)} placements in this graph none is. Start from an empty cache."
-            )
-        return left
-
-    def _cut(self, placement: Placement, value: Value) -> tuple[int | None, tuple[int, ...]]:
-        """What of a value each rank has, apart from how axes are called."""
-        if not placement.is_split:
-            return None, ()
-        dim = self.analysis.dims[value][placement.dim]
-        split = self.analysis.forest.split(dim, Partition.of(placement.axis))
-        return placement.dim, split.encode() if split else ()
 
 
 def _table(
