@@ -218,3 +218,30 @@ def test_a_residual_that_is_put_out_leaves_the_pairs_beside_it() -> None:
     for part, layout in (("ups", "column"), ("downs", "row")):
         assert [layout] * 2 == [plan.parameters[f"{part}.{k}.weight"].layout for k in range(2)]
     assert evidence.ok, evidence.first_divergence
+
+
+class Reread(nn.Module):
+    """Attention whose scores are scaled by (positions, heads), read as (heads, positions)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.scale = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            linear(x).unflatten(-1, (4, 4)).transpose(1, 2) for linear in (self.q, self.k, self.v)
+        )
+        scale = self.scale(x).view(x.shape[0], 4, x.shape[1], 1)
+        weights = (query @ key.transpose(2, 3) * scale).softmax(-1)
+        return self.out((weights @ value).transpose(1, 2).flatten(2))
+
+
+def test_heads_that_a_view_mixes_with_positions_are_no_positions() -> None:
+    plan, evidence = checked(Reread(), {"x": torch.randn(2, 6, 16)})
+
+    layouts = [plan.parameters[f"{name}.weight"].layout for name in "qkv"]
+
+    assert ["column"] * 3 == layouts
+    assert plan.parameters["out.weight"].layout == "row"
+    assert evidence.ok, evidence.first_divergence

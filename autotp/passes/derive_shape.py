@@ -60,7 +60,7 @@ class _Alignment:
             last -= 1
         factors: list[Factor] = []
         for j in range(first, last + 1):
-            dim = self.forest.dim(self.sizes[j], data=any(a.data for a, _ in self.left))
+            dim = self.forest.dim(self.sizes[j], data=self._is_data(self.sizes[j]))
             self.results[j] = dim
             if dim:
                 factors.append(Factor("whole", dim, ((~0, j),)))
@@ -70,6 +70,13 @@ class _Alignment:
         return NodeRule(
             tuple(factors), (results,), linear=(frozenset({0}),), emit=self.call.row.emit
         )
+
+    def _is_data(self, size: Size) -> bool:
+        """Whether a result dim that could not be aligned is of the data: a static one is not where
+        all that is left of the data has symbolic sizes, since some dim of those has them.
+        """
+        data = [a for a, _ in self.left if a.data]
+        return any(size.static is None or a.size.static is not None for a in data)
 
     def _passing(self, results: tuple[Dim, ...]) -> list[Factor]:
         """A factor a piece, with its place in the operand that has the result's sizes."""
