@@ -82,6 +82,14 @@ def test_too_few_heads_stay_whole_alone_and_the_plan_says_which_tp_would_do() ->
     assert "heads (5): too few for tp 8; tp sizes that split it: 2 to 5" == attention.note == reason
 
 
+def test_heads_that_a_factored_group_would_share_are_not_called_too_few() -> None:
+    model, inputs = build("llama", **ONE | {"num_key_value_heads": 2})
+    plan = autotp.plan(model, 4, example_inputs=inputs, shard_threshold=1.0)
+    record = plan.parameters["model.layers.0.self_attn.k_proj.weight"]
+
+    assert record.reason.startswith(f"its {record.bytes} bytes are below the threshold")
+
+
 def test_an_override_that_forces_such_a_split_is_told_the_legal_sizes() -> None:
     sizes = ONE | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}
     model, inputs = build("llama", **sizes)

@@ -13,13 +13,13 @@ from autotp.core.evidence import Evidence
 from autotp.core.plan import Plan
 
 
-def checked(model: nn.Module, inputs: dict[str, Any]) -> tuple[Plan, Evidence]:
+def checked(model: nn.Module, inputs: dict[str, Any], tp: int = 2) -> tuple[Plan, Evidence]:
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     model.eval()
     options = {"training": True, "example_inputs": inputs}
-    return autotp.plan(model, 2, **options), autotp.verify(model, 2, **options)
+    return autotp.plan(model, tp, **options), autotp.verify(model, tp, **options)
 
 
 class MLP(nn.Module):
@@ -244,4 +244,44 @@ def test_heads_that_a_view_mixes_with_positions_are_no_positions() -> None:
 
     assert ["column"] * 3 == layouts
     assert plan.parameters["out.weight"].layout == "row"
+    assert evidence.ok, evidence.first_divergence
+
+
+class Channels(nn.Module):
+    """Attention of 8 heads beside a residual of channels; its products take 4 groups of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv1d(32, 32, 1, groups=4) for _ in range(3))
+        self.out = nn.Conv1d(32, 32, 1)
+        self.norm = nn.LayerNorm(32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.transpose(1, 2)
+        query, key, value = (made(given).unflatten(1, (8, 4)) for made in (self.q, self.k, self.v))
+        weights = (query.transpose(2, 3) @ key).softmax(-1)
+        found = (weights @ value.transpose(2, 3)).transpose(2, 3).flatten(1, 2)
+        return self.norm(x + self.out(found).transpose(1, 2))
+
+
+class Towers(nn.Module):
+    """Two layers of attention, whose residual has the groups of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Channels() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_groups_of_channels_are_cut_where_each_has_fewer_heads_than_ranks(tp: int) -> None:
+    plan, evidence = checked(Towers(), {"x": torch.randn(2, 6, 32)}, tp)
+
+    names = [f"layers.{layer}.{part}.weight" for layer in range(2) for part in ("q", "v", "out")]
+
+    assert ["column", "column", "row"] * 2 == [plan.parameters[name].layout for name in names]
     assert evidence.ok, evidence.first_divergence

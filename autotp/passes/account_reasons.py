@@ -49,7 +49,7 @@ class Reasons:
 
     def pair(self, pair: AxisPair) -> str:
         """Why a pair stays whole, with the tp sizes that would split it."""
-        if self._few(pair.axes):
+        if self._few(pair.axes, pair):
             return self._too_few(pair)
         names = (*pair.openers, *pair.closers)
         others = [a for n in names for a in self._axes_cut(n)]
@@ -69,7 +69,7 @@ class Reasons:
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
             home = self.found.matching.home[name]
-            return self._too_few(pair) if self._few(home) else self._barred(name, home)
+            return self._too_few(pair) if self._few(home, pair) else self._barred(name, home)
         if product := self._added_after(name):
             return f"bias of the row-parallel {product}: added once, after the sum"
         if layout == "norm" and self.repeated[starred(name)] <= DETAIL * self._total():
@@ -86,8 +86,10 @@ class Reasons:
             f"{split.length()} elements"
         )
 
-    def _few(self, axes: Sequence[Atom]) -> bool:
-        return all((a.size.static or 0) < self.asked.tp for a in axes)
+    def _few(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
+        """Whether `axes` have too few units, and their pair no way to share them."""
+        few = all((a.size.static or 0) < self.asked.tp for a in axes)
+        return few and not factored(pair, self.asked.tp)
 
     def _too_few(self, pair: AxisPair) -> str:
         sizes = {a: a.size.static or 0 for a in pair.axes}

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import combinations
 
 import networkx as nx
 
@@ -73,6 +74,7 @@ class _Finder:
         self.grouped: dict[Atom, list[str]] = defaultdict(list)
         self.interior: dict[Atom, set[str]] = defaultdict(set)
         self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
+        self.produced: set[Atom] = set()  # the axes of openers that no activation brings along
         self.tables: set[str] = set()
         self.heads: set[str] = set()
         self.families: nx.Graph[Atom] = nx.Graph()
@@ -97,20 +99,27 @@ class _Finder:
             self.tables.update(names)
         elif self.contracts(use, k):
             for atom in self._produced(use, k):
+                if self._open(use, atom, names):
+                    self.produced.add(atom)
+            for atom in self.forest.leaves(use.rule.extra.get("groups", ((),))[0]):
                 self._open(use, atom, names)
 
-    def _open(self, use: Use, atom: Atom, names: tuple[str, ...]) -> None:
+    def _open(self, use: Use, atom: Atom, names: tuple[str, ...]) -> bool:
+        """Note what `atom` meets on its way from `use`; whether that is a clean way to a closer.
+
+        The groups of a product are opened too: each rank takes some of them from a whole value.
+        """
         reach = self.reach((use.node, 0), atom)
         if self.rest is not None and (reach.output or not reach.closers <= self.rest):
-            return
+            return False
         if not reach.clean:
             _extend(self.followers[atom], names)
-            return
+            return False
         if reach.output:
             _extend(self.vocabulary[atom], names)
             self.heads.update(names)
         if not reach.closers:
-            return
+            return False
         reach.interior.add(str(use.node.target))
         _extend(self.openers[atom], names)
         _extend(self.closers[atom], sorted(reach.closers))
@@ -118,7 +127,8 @@ class _Finder:
         self.interior[atom] |= reach.interior
         self.families.add_node(atom)
         for group in reach.together:
-            self.families.add_edges_from((group[0], other) for other in group[1:])
+            self.families.add_edges_from(combinations(group, 2))
+        return True
 
     def contracts(self, use: Use, weight: int) -> bool:
         """Whether operand `weight` is contracted with an activation (a Linear-like node)."""
@@ -247,15 +257,17 @@ class _Finder:
                     frozenset(),
                 )
             )
-        for family in nx.connected_components(self.families):
-            axes = tuple(sorted((a for a in family if a in self.openers), key=lambda a: a.number))
-            if axes and not any(a in self.vocabulary for a in axes):
+        for family in nx.connected_components(self.families.subgraph(self.openers)):
+            axes = tuple(sorted(family, key=lambda a: a.number))
+            if not any(a in self.vocabulary for a in axes):
                 out.pairs.append(self._pair(self._major_first(axes)))
         self._settle(out)
         return out
 
     def _major_first(self, axes: tuple[Atom, ...]) -> tuple[Atom, ...]:
-        """Axes in the order in which the widest opener's dim has them."""
+        """Axes in the order in which the widest opener's dim has them; without one that has all,
+        those of the most openers first.
+        """
         for name in (n for a in axes for n in self.openers[a]):
             node = self.analysis.parameters[name]
             order = [
@@ -263,10 +275,12 @@ class _Finder:
             ]
             if len(set(order)) == len(axes):
                 return tuple(dict.fromkeys(order))
-        return axes
+        return tuple(sorted(axes, key=lambda a: -len(self.openers[a])))
 
     def _pair(self, axes: tuple[Atom, ...]) -> AxisPair:
-        inner = [n for a in axes for n in (*self.followers[a], *self.grouped[a])]
+        # what makes the groups that others take from whole values need not make them cut
+        inner = [n for a in axes if a in self.produced for n in self.followers[a]]
+        inner += [n for a in axes for n in self.grouped[a]]
         openers = [*inner, *(n for a in axes for n in self.openers[a])]
         closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
         inside = frozenset(op for a in axes for op in self.interior[a])
