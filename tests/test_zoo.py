@@ -34,6 +34,15 @@ def test_a_model_is_small_random_and_the_same_each_time() -> None:
     assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_a_scan_shrinks_with_its_model() -> None:
+    config = zoo.build("bamba", "causal-lm")[0].config
+    inner = config.mamba_expand * config.hidden_size
+
+    assert inner == config.mamba_n_heads * config.mamba_d_head
+    assert inner > 2 * config.mamba_n_groups * config.mamba_d_state  # what all heads share
+    assert zoo.SEQUENCE > config.mamba_chunk_size  # more than one chunk
+
+
 def test_a_run_adds_a_line_a_size_once(tmp_path: Path) -> None:
     out = tmp_path / "lines.jsonl"
     words = ["run", "--out", str(out), "--types", "opt", "--tasks", "causal-lm", "--tp", "2,4"]
