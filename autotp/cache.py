@@ -22,13 +22,13 @@ from autotp.core.plan import CacheRecord
 from autotp.errors import CaptureError
 
 __all__ = [
-    "DATA_DIMS",
     "CacheSpec",
     "CacheState",
     "cached",
     "caches_in",
     "flat",
     "is_cache",
+    "learn_dims",
     "rebuilt",
     "restore",
     "returned",
@@ -42,7 +42,7 @@ _DEEPEST = 16
 
 COUNTED: Final[set[tuple[type, object]]] = set()
 """Class and attribute of the numbers that count words, as captures have shown them."""
-DATA_DIMS: Final[dict["CacheSpec", tuple[Mapping[int, str], ...]]] = {}
+_DATA_DIMS: Final[dict[object, tuple[Mapping[int, str], ...]]] = {}
 """For each tensor of a cache of that make, the dims whose size belongs to the data, and their kind:
 `batch` or `past`; learned when a capture gives such a cache."""
 
@@ -71,6 +71,11 @@ class CacheSpec:
         for key, item in zip(self.keys, self.items, strict=True):
             yield from item.paths(f"{prefix}.{key}" if prefix else str(key))
 
+    @property
+    def layout(self) -> object:
+        """What it shares with caches whose tensors mean the same: its class and their paths."""
+        return self.what, tuple(self.paths())
+
     def __str__(self) -> str:
         """The class with a mark of all else, equal in all processes: `DynamicCache#1f0c`."""
         name = self.what.__name__ if isinstance(self.what, type) else self.kind
@@ -87,6 +92,11 @@ class CacheState:
 
     spec: CacheSpec
     leaves: Sequence[Any]
+
+    @property
+    def data_dims(self) -> tuple[Mapping[int, str], ...]:
+        """For each tensor the dims whose size belongs to the data, with their kind."""
+        return _DATA_DIMS.get(self.spec.layout, ({},) * len(self.leaves))
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """A tensor by its number, as guards speak of it."""
@@ -120,6 +130,11 @@ def is_cache(value: object) -> bool:
         and not callable(value)
         and type(value) not in pytree.SUPPORTED_NODES
     )
+
+
+def learn_dims(spec: CacheSpec, dims: Sequence[Mapping[int, str]]) -> None:
+    """Notes the data dims of a cache's tensors, unless they are known."""
+    _DATA_DIMS.setdefault(spec.layout, tuple(dims))
 
 
 def flat(cache: object) -> CacheState:
@@ -241,6 +256,8 @@ class _Walk:
         else:
             raise CaptureError(self.refusal(path, f"a {type(value).__name__}"))
         owner = type(value)
+        if not path:  # what generation notes on a cache for itself is no part of it
+            held = {k: v for k, v in held.items() if not (str(k)[:1] == "_" and type(v) is bool)}
         items = tuple(self.of(v, (*path, k), owner, k) for k, v in held.items())
         return CacheSpec(kind, owner if kind == "object" else None, tuple(held), items)
 

@@ -57,7 +57,7 @@ from autotp.program import Program, tensor_leaves
 from autotp.proof import prove
 from autotp.run.blocks import take
 from autotp.run.group import Group, agree, exists, meet, resolve, together
-from autotp.run.model import ShardedModel
+from autotp.run.model import ShardedModel, add_variant
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing, data_sizes
@@ -187,7 +187,7 @@ def dry_run(
     problem = to_iopddl(made.posed.problem, made.solution)
     return {
         "plan.json": made.plan.to_json(),
-        "graph.py": sharded.code(),
+        "graph.py": ShardedModel.code(sharded),
         "graph.json": json.dumps(graph_json(made.rewritten.graph, made.rewritten.values), indent=1)
         + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
@@ -314,8 +314,8 @@ class _Work:
             imagined=where.size > 1 and not exists(where.name),
             baked=self.program.baked,
         )
-        tree.add_variant(
-            self._key(), self.program, made.layers(named or device, where.rank), made.plan
+        add_variant(
+            tree, self._key(), self.program, made.layers(named or device, where.rank), made.plan
         )
         return tree
 
@@ -347,9 +347,8 @@ class _Work:
             work = _Work(bare, options, given, caches)
             made = work.made(where.size, where.name)
             caches.update(made.plan.caches)
-            sharded.add_variant(
-                work._key(), work.program, made.layers(device, where.rank), made.plan
-            )
+            layers = made.layers(device, where.rank)
+            add_variant(sharded, work._key(), work.program, layers, made.plan)
 
         return make
 

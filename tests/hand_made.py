@@ -20,7 +20,7 @@ from autotp.core.split import Split, block
 from autotp.core.trace import Trace, TracedValue
 from autotp.program import Program
 from autotp.run.blocks import take
-from autotp.run.model import ShardedModel
+from autotp.run.model import ShardedModel, add_variant
 from autotp.run.tree import build_tree
 from tests.plans import collective, decoder_plan, parameter
 
@@ -181,7 +181,7 @@ def _rank(
         whole, tensors, plan=drawn, rank=rank, device=torch.device("cpu"), make_variant=_no_variant
     ).eval()
     flat = Flat(graph, {}, {node: node.name for node in graph.nodes})
-    model.add_variant(model.key(x=torch.empty(0)), program, flat, drawn)
+    add_variant(model, model.key(x=torch.empty(0)), program, flat, drawn)
     return model
 
 

@@ -604,7 +604,6 @@ def test_no_class_is_refused() -> None:
     ("method", "arguments", "said"),
     [
         ("save_pretrained", ("directory",), "Save the whole model before parallelizing it"),
-        ("generate", (), "Loop over whole forwards"),
         ("resize_token_embeddings", (600,), "before"),
         ("half", (), "torch.float32 on cpu, and so is the code"),
     ],

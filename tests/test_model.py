@@ -19,7 +19,7 @@ from autotp.passes.capture import capture
 from autotp.passes.outline import outline
 from autotp.program import Guard
 from autotp.run.layer import Layer
-from autotp.run.model import ShardedModel
+from autotp.run.model import ShardedModel, add_variant
 from autotp.run.tidy import named_device, tidied, wrapped
 from autotp.run.tree import build_tree
 from tests import models
@@ -36,7 +36,7 @@ def build(
 
     def make(tree: ShardedModel, inputs: Mapping[str, Any]) -> None:
         program = replace(capture(model.train(tree.training), inputs), guards=guards)
-        tree.add_variant(tree.key(**inputs), program, outline(program.graph), plan)
+        add_variant(tree, tree.key(**inputs), program, outline(program.graph), plan)
 
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
     return build_tree(model, tensors, plan=plan, rank=0, device=CPU, make_variant=make)
@@ -96,7 +96,9 @@ def test_equals_the_model_in_every_variant(name: str) -> None:
         assert_same(expected, actual)
         assert_same(wanted, found)
 
-    functions = {f for m in tree.modules() if isinstance(m, Layer) for f in m.functions.values()}
+    functions = {
+        f for m in tree.modules() if isinstance(m, Layer) for f in m.sharded_functions.values()
+    }
     dropping = name in ("gpt2", "bert")  # their eval code is another
     assert {"t5": 8}.get(name, 2 if dropping else 1) == len(functions)
 
@@ -201,7 +203,9 @@ def test_variants_are_captured_once_and_listed() -> None:
 def test_identical_layers_run_one_function() -> None:
     _, tree, ids = hand()
     tree(ids)
-    functions = {f for m in tree.modules() if isinstance(m, Layer) for f in m.functions.values()}
+    functions = {
+        f for m in tree.modules() if isinstance(m, Layer) for f in m.sharded_functions.values()
+    }
 
     assert 2 == sum(isinstance(m, Layer) for m in tree.modules())
     assert 1 == len(functions)
@@ -241,14 +245,6 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(ids, ids)
     with pytest.raises(CaptureError, match="the input 'ids' is a object; a graph takes tensors"):
         tree(object())
-
-
-def test_generating_with_a_cache_is_refused_with_what_to_do_instead() -> None:
-    model, _ = models.build("llama")
-    tree = build(model)
-
-    with pytest.raises(PlanError, match=r"generate\(\) needs a cache .* Loop over whole forwards"):
-        tree.generate(torch.ones(1, 2))
 
 
 def test_a_plan_without_training_refuses_gradients() -> None:

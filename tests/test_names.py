@@ -50,6 +50,31 @@ def own(name: str) -> Plan:
     return _KNOWN[name]
 
 
+class Taken(nn.Module):
+    """Children that are called as members of a sharded model are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.key, self.plan = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.rank = nn.Parameter(torch.randn(16))
+        self.register_buffer("code", torch.randn(16))
+        self.view = nn.ModuleList([nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))])
+        self.variants, self.add = nn.LayerNorm(16), nn.Linear(16, 16)
+        self.prepare, self.graph_module = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.plan(self.key(x).relu()) * self.rank + self.code
+        x = self.add(self.variants(self.view[0](x)))
+        return self.graph_module(self.prepare(x).relu())
+
+
+def test_children_may_have_any_name() -> None:
+    inputs = {"x": torch.randn(4, 16)}
+
+    assert autotp.verify(Taken(), 2, gradients=True, example_inputs=inputs).ok
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_names_change_nothing_in_the_plan(name: str) -> None:
     model, inputs = BUILDERS[name]()

@@ -373,7 +373,7 @@ def _fixed(
                 leaf_name = next(n for n in axes if _spelled(given, n) == where)
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
                 if isinstance(value, CacheState):  # ranks may hold parts of it
-                    dims = set(range(leaf.dim()))
+                    dims |= set(range(leaf.dim())) - {*axes[leaf_name]}
                 yield from (Guard(code, name) for code in _form(where, leaf, dims))
 
 

@@ -15,7 +15,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autotp.cache import DATA_DIMS, CacheState, caches_in
+from autotp.cache import CacheState, caches_in, learn_dims
 
 __all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
 
@@ -77,8 +77,7 @@ def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:  # noqa: ANN40
 
 def own_states(state: CacheState) -> CacheState:
     """The cache with copies of what keeps its size: a forward may write to it in place."""
-    known = DATA_DIMS.get(state.spec, ({},) * len(state.leaves))
-    grows = ["past" in dims.values() for dims in known]
+    grows = ["past" in dims.values() for dims in state.data_dims]
     leaves = [x if g else x.clone() for x, g in zip(state.leaves, grows, strict=True)]
     return CacheState(state.spec, leaves)
 
@@ -86,8 +85,7 @@ def own_states(state: CacheState) -> CacheState:
 def tie_lengths(state: CacheState) -> None:
     """Takes the past of one object, such as keys and values, to be of one length."""
     lengths: dict[str, Any] = {}
-    known = DATA_DIMS.get(state.spec, ({},) * len(state.leaves))
-    for path, leaf, dims in zip(state.spec.paths(), state.leaves, known, strict=True):
+    for path, leaf, dims in zip(state.spec.paths(), state.leaves, state.data_dims, strict=True):
         owner = path.rpartition(".")[0]
         for dim in (d for d, kind in dims.items() if kind == "past" and leaf.numel() != 0):
             equal = lengths.setdefault(owner, leaf.shape[dim]) == leaf.shape[dim]
@@ -106,8 +104,7 @@ def learn(exported: ExportedProgram, graph: fx.Graph, batch: Any) -> None:  # no
     outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
     for state in cache_outputs(out_spec):
         shapes = [outputs[number].meta["val"].shape for number in state.leaves]
-        found = tuple(_free(shape, batch) for shape in shapes)
-        DATA_DIMS.setdefault(state.spec, found)
+        learn_dims(state.spec, [_free(shape, batch) for shape in shapes])
 
 
 def _free(shape: torch.Size, batch: Any) -> Mapping[int, str]:  # noqa: ANN401

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import DATA_DIMS, CacheState
+from autotp.cache import CacheState
 from autotp.errors import CaptureError, PlanError
 from autotp.program import named_leaves
 
@@ -140,8 +140,7 @@ def _past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
     axes: dict[str, Axes] = {}
     for name, state in inputs.items():
         if isinstance(state, CacheState):
-            known = DATA_DIMS.get(state.spec, ({},) * len(state.leaves))
-            for i, (leaf, dims) in enumerate(zip(state.leaves, known, strict=True)):
+            for i, (leaf, dims) in enumerate(zip(state.leaves, state.data_dims, strict=True)):
                 axes[f"{name}.{i}"] = {d: (kind, leaf.shape[d]) for d, kind in dims.items()}
     return axes
 

@@ -11,7 +11,7 @@ from torch import nn
 from autotp.errors import PlanError
 from autotp.run.function import Function
 
-__all__ = ["Baked", "Layer", "identity", "layer_class"]
+__all__ = ["Baked", "Layer", "add_function", "identity", "layer_class"]
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -44,16 +44,7 @@ class Baked(nn.Module):
 class Layer(Baked):
     """A layer of a sharded model: one function a variant, chosen by the caller."""
 
-    functions: dict[str, Function]
-
-    def add(self, new: Function) -> str:
-        """The name under which this layer runs `new`, the same for the same function."""
-        for name, known in self.functions.items():
-            if known is new:
-                return name
-        name = f"v{len(self.functions)}"
-        self.functions[name] = new
-        return name
+    sharded_functions: dict[str, Function]
 
     def forward(  # a layer takes and gives what its graph does
         self,
@@ -65,10 +56,10 @@ class Layer(Baked):
         if variant is None or kwargs:
             raise PlanError(
                 f"{type(self).__name__}: a layer of a sharded model runs only inside the whole "
-                f"model, whose code names its variant ({', '.join(self.functions)}). "
+                f"model, whose code names its variant ({', '.join(self.sharded_functions)}). "
                 "Call the whole model."
             )
-        return self.functions[variant](self, *args)
+        return self.sharded_functions[variant](self, *args)
 
     def train(self: T, mode: bool = True) -> T:
         """The layer itself; refuses a mode that is not the whole model's."""
@@ -79,6 +70,16 @@ class Layer(Baked):
                 f"since the whole model chooses its code. Call {word}() on the whole model."
             )
         return self
+
+
+def add_function(layer: Layer, new: Function) -> str:
+    """The name under which `layer` runs `new`, the same for the same function."""
+    for name, known in layer.sharded_functions.items():
+        if known is new:
+            return name
+    name = f"v{len(layer.sharded_functions)}"
+    layer.sharded_functions[name] = new
+    return name
 
 
 @functools.cache

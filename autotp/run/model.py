@@ -22,13 +22,14 @@ from autotp.cache import returned, stated
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError, PlanError
 from autotp.program import Program
+from autotp.run.aside import stands_aside
 from autotp.run.function import duplicate, function
-from autotp.run.layer import Baked, Layer, identity, layer_class
+from autotp.run.layer import Baked, Layer, add_function, identity, layer_class
 from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
 
-__all__ = ["Layer", "MakeVariant", "ShardedModel", "State"]
+__all__ = ["Layer", "MakeVariant", "ShardedModel", "State", "add_variant"]
 
 T = TypeVar("T", bound=nn.Module)
 _CAPTURING = threading.RLock()
@@ -59,6 +60,10 @@ class State:
         variants = {key: list(found) for key, found in self.variants.items()}
         return replace(self, variants=variants)
 
+    def __str__(self) -> str:
+        """Whose part it is: `rank 1 of 4`."""
+        return f"rank {self.rank} of {self.plan.tp}"
+
     def all(self) -> dict[str, Variant]:
         """Each variant by its key; further ones of the same key are numbered."""
         return {
@@ -82,31 +87,37 @@ class ShardedModel(Baked):
     sharded_state: State
     sharded_signature: Signature
 
+    @stands_aside
     @property
     def plan(self) -> Plan:
         """The plan that the parameters follow."""
         return self.sharded_state.plan
 
+    @stands_aside
     @property
     def plans(self) -> dict[str, Plan]:
         """The plan of each variant, by its key, e.g. `"input_ids, labels · train"`."""
         return {key: variant.plan for key, variant in self.sharded_state.all().items()}
 
+    @stands_aside
     @property
     def variants(self) -> dict[str, Variant]:
         """The variants captured so far, by key, the first of them the one planned for."""
         return self.sharded_state.all()
 
+    @stands_aside
     @property
     def rank(self) -> int:
         """The place of this part in the tensor-parallel group."""
         return self.sharded_state.rank
 
+    @stands_aside
     @property
     def graph_module(self) -> fx.GraphModule:
         """The first variant as a GraphModule that shares the parameters; made anew each time."""
-        return self.view()
+        return view(self, self._known(None))
 
+    @stands_aside
     def view(self, key: str | None = None) -> fx.GraphModule:
         """A variant as a GraphModule that shares the parameters: it runs, prints, copies, exports.
 
@@ -114,6 +125,7 @@ class ShardedModel(Baked):
         """
         return view(self, self._known(key))
 
+    @stands_aside
     def code(self, key: str | None = None) -> str:
         """A variant as a Python module to read: the root, then each distinct layer once."""
         return source(self._known(key))
@@ -126,31 +138,20 @@ class ShardedModel(Baked):
         inputs = {name: stated(value) for name, value in given.items()}
         return returned(self._variant(inputs).run(self, inputs), given)
 
+    @stands_aside
     def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Captures what a call with these arguments needs in the present mode; runs nothing."""
         self._variant(stated(self.sharded_signature.bind(args, kwargs)))
 
+    @stands_aside
     def key(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
         """The key of a call with these arguments in the present mode."""
         return self._key(stated(self.sharded_signature.bind(args, kwargs)))
 
-    def add_variant(self, key: str, program: Program, outlined: Graphs, plan: Plan) -> None:
-        """Makes `program`, outlined, what calls of `key` run where its guards hold."""
-        for name, tensor in program.lifted.items():
-            if name not in self._buffers:
-                self.register_buffer(name, tensor.to(self.sharded_state.device), persistent=False)
-        names = {path: self._layer(path).add(function(g)) for path, g in outlined.layers.items()}
-        graph = duplicate(outlined.root)
-        for node in graph.nodes:
-            if node.op == "call_module":
-                node.kwargs = {"variant": names[node.target]}
-        variant = Variant.of(key, program, outlined, plan, graph)
-        self.sharded_state.variants.setdefault(key, []).append(variant)
-
     def train(self: T, mode: bool = True) -> T:
         """The model itself, in the mode asked for, which chooses among its graphs."""
         model = cast("ShardedModel", self)
-        if mode and not model.plan.training:
+        if mode and not model.sharded_state.plan.training:
             model._refuse_gradients("train() was called")
         for module in self.modules():
             module.training = mode
@@ -160,7 +161,7 @@ class ShardedModel(Baked):
     def requires_grad_(self: T, requires_grad: bool = True) -> T:
         """The model itself, with all its parameters trained, or none."""
         model = cast("ShardedModel", self)
-        if requires_grad and not model.plan.training:
+        if requires_grad and not model.sharded_state.plan.training:
             model._refuse_gradients("requires_grad_() was called")
         return super().requires_grad_(requires_grad)
 
@@ -169,7 +170,7 @@ class ShardedModel(Baked):
         whole.
         """
         raise PlanError(
-            f"{type(self).__name__}: rank {self.rank} of {self.plan.tp} holds shards, which "
+            f"{type(self).__name__}: {self.sharded_state} holds shards, which "
             "save_pretrained would write as the whole model. Save the whole model before "
             "parallelizing it, or each rank's state_dict() under a name of its own."
         )
@@ -177,13 +178,13 @@ class ShardedModel(Baked):
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses: the model's own method would put whole tables in the place of shards."""
         raise PlanError(
-            f"{type(self).__name__}: rank {self.rank} of {self.plan.tp} holds shards, which "
+            f"{type(self).__name__}: {self.sharded_state} holds shards, which "
             "resize_token_embeddings would replace by whole tables that no plan knows. Resize the "
             "whole model before parallelizing it."
         )
 
     def _variant(self, inputs: Mapping[str, Any]) -> Variant:
-        if not self.plan.training:
+        if not self.sharded_state.plan.training:
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor) and value.requires_grad:
                     self._refuse_gradients(f"the input {name!r} requires grad")
@@ -236,17 +237,10 @@ class ShardedModel(Baked):
             )
         return variants[key]
 
-    def _layer(self, path: str) -> Layer:
-        module = self.get_submodule(path)
-        if not isinstance(module, Layer):
-            module.__class__ = layer_class(type(module))
-            cast(Layer, module).functions = {}
-        return cast(Layer, module)
-
     def _refuse_to_run(self) -> NoReturn:
-        tp = self.plan.tp
+        tp = self.sharded_state.plan.tp
         raise PlanError(
-            f"{type(self).__name__}: called as rank {self.rank} of {tp}, but it was built with "
+            f"{type(self).__name__}: called as {self.sharded_state}, but it was built with "
             "rank= and has no group to run in. Build it without rank= in each of the processes "
             f"that torchrun --nproc-per-node {tp} your_script.py starts."
         )
@@ -260,6 +254,32 @@ class ShardedModel(Baked):
 
 def _untouched(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def add_variant(
+    model: ShardedModel, key: str, program: Program, outlined: Graphs, plan: Plan
+) -> None:
+    """Makes `program`, outlined, what calls of `key` run where its guards hold."""
+    for name, tensor in program.lifted.items():
+        if name not in model._buffers:  # pyright: ignore[reportPrivateUsage]
+            model.register_buffer(name, tensor.to(model.sharded_state.device), persistent=False)
+    names = {
+        path: add_function(_layer(model, path), function(g)) for path, g in outlined.layers.items()
+    }
+    graph = duplicate(outlined.root)
+    for node in graph.nodes:
+        if node.op == "call_module":
+            node.kwargs = {"variant": names[node.target]}
+    variant = Variant.of(key, program, outlined, plan, graph)
+    model.sharded_state.variants.setdefault(key, []).append(variant)
+
+
+def _layer(model: ShardedModel, path: str) -> Layer:
+    module = model.get_submodule(path)
+    if not isinstance(module, Layer):
+        module.__class__ = layer_class(type(module))
+        cast(Layer, module).sharded_functions = {}
+    return cast(Layer, module)
 
 
 @functools.cache

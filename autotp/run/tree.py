@@ -66,8 +66,8 @@ def refuse_sharded(model: nn.Module) -> None:
     """Raises PlanError for a model of which this rank holds a part only."""
     if isinstance(model, ShardedModel):
         raise PlanError(
-            f"{type(model).__name__}: is sharded already (rank {model.rank} of {model.plan.tp}). "
-            "Give the whole model."
+            f"{type(model).__name__}: is sharded already ({model.sharded_state}). Give the whole "
+            "model."
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autotp.cache import stated
 from autotp.program import Program, named_leaves
 from autotp.run.model import ShardedModel
 from autotp.run.variant import Variant
@@ -95,10 +96,11 @@ def input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
 
 def variant_for(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
     """The graph that answers a call of `model` with `inputs`, captured now if need be."""
-    model.prepare(**inputs)
-    key = model.key(**inputs)
-    given = {name: value for name, value in inputs.items() if value is not None}
-    return next(v for v in model.variants.values() if v.key == key and v.holds(given))
+    ShardedModel.prepare(model, **inputs)
+    key = ShardedModel.key(model, **inputs)
+    given = {name: stated(value) for name, value in inputs.items() if value is not None}
+    every = model.sharded_state.all().values()
+    return next(v for v in every if v.key == key and v.holds(given))
 
 
 @contextmanager
