@@ -94,6 +94,11 @@ class CacheState:
     leaves: Sequence[Any]
 
     @property
+    def is_known(self) -> bool:
+        """Whether a capture has given such a cache, so that its data dims are known."""
+        return self.spec.layout in _DATA_DIMS
+
+    @property
     def data_dims(self) -> tuple[Mapping[int, str], ...]:
         """For each tensor the dims whose size belongs to the data, with their kind."""
         return _DATA_DIMS.get(self.spec.layout, ({},) * len(self.leaves))

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp.run.conjugates as _ops
 from autotp import rulebook
 from autotp.analysis import Decision
-from autotp.cache import stated, widened
+from autotp.cache import stated
 from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
 from autotp.core.held import much_whole
@@ -32,6 +32,7 @@ from autotp.core.split import Split
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
 from autotp.errors import PlanError
+from autotp.further import Answer, Asking, Further
 from autotp.models import load
 from autotp.offers import offered
 from autotp.options import (
@@ -310,12 +311,12 @@ class _Work:
             plan=made.plan,
             rank=where.rank,
             device=device,
-            make_variant=self._maker(where, made.plan, device),
+            more=Further(skeleton(self.model), self.options, made.plan, where, device, _answer),
             imagined=where.size > 1 and not exists(where.name),
             baked=self.program.baked,
         )
         add_variant(
-            tree, self._key(), self.program, made.layers(named or device, where.rank), made.plan
+            tree, self.key(), self.program, made.layers(named or device, where.rank), made.plan
         )
         return tree
 
@@ -331,28 +332,8 @@ class _Work:
                 local = take(local, record.dim, split, where.rank, where.size)
             yield name, local.to(device, copy=True).contiguous()
 
-    def _maker(
-        self, where: Group, first: Plan, device: torch.device
-    ) -> Callable[[ShardedModel, Mapping[str, Any]], None]:
-        """What captures a further variant: from a hollow copy, with the layouts kept."""
-        bare = skeleton(self.model)
-        options = replace(self.options, plan=first, training=first.training)
-        caches = dict(first.caches)
-
-        def make(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
-            modes = {path: module.training for path, module in sharded.named_modules()}
-            for path, module in bare.named_modules():
-                module.training = modes.get(path, sharded.training)
-            given = valueless(widened(inputs, caches), device_of(bare))
-            work = _Work(bare, options, given, caches)
-            made = work.made(where.size, where.name)
-            caches.update(made.plan.caches)
-            layers = made.layers(device, where.rank)
-            add_variant(sharded, work._key(), work.program, layers, made.plan)
-
-        return make
-
-    def _key(self) -> str:
+    def key(self) -> str:
+        """What the variant for these inputs answers to."""
         inputs = Signature.of(self.model).bind((), self.inputs)
         return key_of(type(self.model).__name__, inputs, mode_of(self.model))
 
@@ -363,7 +344,7 @@ class _Work:
         return Asked(
             tp=tp,
             training=self.training,
-            variant=self._key(),
+            variant=self.key(),
             machine=self.machine,
             sizes=data_sizes(self.program, tensor_leaves(self.inputs)),
             optimizer=options.optimizer,
@@ -381,6 +362,14 @@ class _Work:
             return as_planned(plan, self.analysis)
         asked = self.options.overrides
         return as_overridden(asked, self.whole, self.analysis, self.matching, tp)
+
+
+def _answer(asked: Asking) -> Answer:
+    """What a sharded model needs to answer a call that it has no graph for."""
+    work = _Work(asked.model, asked.options, asked.inputs, asked.caches)
+    made = work.made(asked.where.size, asked.where.name)
+    layers = made.layers(asked.device, asked.where.rank)
+    return Answer(work.key(), work.program, layers, made.plan)
 
 
 def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -> Program:

@@ -178,7 +178,7 @@ def _rank(
     graph = rank_graph()
     edit(graph)
     model = build_tree(
-        whole, tensors, plan=drawn, rank=rank, device=torch.device("cpu"), make_variant=_no_variant
+        whole, tensors, plan=drawn, rank=rank, device=torch.device("cpu"), more=NoMore()
     ).eval()
     flat = Flat(graph, {}, {node: node.name for node in graph.nodes})
     add_variant(model, model.key(x=torch.empty(0)), program, flat, drawn)
@@ -208,5 +208,11 @@ def _program(whole: HandMade, inputs: dict[str, Tensor]) -> Program:
     )
 
 
-def _no_variant(model: ShardedModel, inputs: Mapping[str, Any]) -> None:
-    raise AssertionError(f"no further graph is to be made, for {list(inputs)}")
+class NoMore:
+    """What is asked for no further graph."""
+
+    def variant(self, sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
+        raise AssertionError(f"no further graph is to be made, for {list(inputs)}")
+
+    def part(self, path: str) -> tuple["NoMore", Plan]:
+        raise AssertionError(f"no part is to be called, {path}")

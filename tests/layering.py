@@ -25,6 +25,7 @@ ALLOWED = {
     "core": BELOW,
     **dict.fromkeys(NOUNS, BELOW | NOUNS),
     "constraints": BELOW | NOUNS,
+    "further": BELOW | NOUNS | {"constraints", "run"},
     "dump": BELOW | NOUNS,
     "models": BELOW,
     "random_weights": BELOW,

@@ -23,6 +23,7 @@ from autotp.run.model import ShardedModel, add_variant
 from autotp.run.tidy import named_device, tidied, wrapped
 from autotp.run.tree import build_tree
 from tests import models
+from tests.hand_made import NoMore
 from tests.plans import decoder_plan
 
 CPU = torch.device("cpu")
@@ -34,12 +35,13 @@ def build(
     """A "sharded" model of one rank, whose graphs are the captured ones."""
     plan = decoder_plan(1, 1, training)
 
-    def make(tree: ShardedModel, inputs: Mapping[str, Any]) -> None:
-        program = replace(capture(model.train(tree.training), inputs), guards=guards)
-        add_variant(tree, tree.key(**inputs), program, outline(program.graph), plan)
+    class Again(NoMore):
+        def variant(self, sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
+            program = replace(capture(model.train(sharded.training), inputs), guards=guards)
+            add_variant(sharded, sharded.key(**inputs), program, outline(program.graph), plan)
 
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return build_tree(model, tensors, plan=plan, rank=0, device=CPU, make_variant=make)
+    return build_tree(model, tensors, plan=plan, rank=0, device=CPU, more=Again())
 
 
 def hand(**keywords: Any) -> tuple[nn.Module, ShardedModel, torch.Tensor]:
@@ -148,7 +150,7 @@ def test_building_copies_buffers_and_no_parameter() -> None:
             plan=decoder_plan(1, 1),
             rank=0,
             device=CPU,
-            make_variant=lambda tree, inputs: None,
+            more=NoMore(),
         )
 
     assert sum(b.nbytes for b in model.buffers()) == allocations.bytes
@@ -163,7 +165,7 @@ def test_no_storage_is_shared_with_the_model() -> None:
         plan=decoder_plan(1, 1),
         rank=0,
         device=CPU,
-        make_variant=lambda tree, inputs: None,
+        more=NoMore(),
     )
     own = {t.data_ptr() for t in (*tree.parameters(), *tree.buffers())}
 
@@ -176,7 +178,7 @@ def test_a_missing_parameter_and_a_buffer_without_values_are_named() -> None:
         "plan": decoder_plan(1, 1),
         "rank": 0,
         "device": CPU,
-        "make_variant": lambda tree, inputs: None,
+        "more": NoMore(),
     }
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     del tensors["model.norm.weight"]

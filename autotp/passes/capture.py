@@ -79,7 +79,6 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
     call = _Call(model, given, gradients)
     export = _exported(call, axes)
     graph, lifted = _graph(model, export.program, tuple(axes))
-    learn(export.program, graph, _batch(graph, axes))
     if gradients:
         sparse_refused(type(model).__name__, graph)
     fixed = {n: {} if n in export.known else of for n, of in axes.items()}
@@ -101,13 +100,6 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         baked=export.baked,
         carried=_carried(given, out_spec),
     )
-
-
-def _batch(graph: fx.Graph, axes: Mapping[str, Axes]) -> Any:  # noqa: ANN401  a symbol or a number
-    """The batch size of the inputs, as the graph knows it."""
-    found = [(n, d) for n, of in axes.items() for d, (kind, _) in of.items() if kind == "batch"]
-    inputs = dict(zip(axes, graph.find_nodes(op="placeholder"), strict=True))
-    return inputs[found[0][0]].meta["val"].shape[found[0][1]] if found else None
 
 
 def _carried(given: Mapping[str, Any], out_spec: pytree.TreeSpec) -> dict[int, Carried]:
@@ -274,6 +266,7 @@ def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Exp
         program, found, baked = _watched(call, traced, shapes)
     except CapturedAgain:  # once: all the functions of the model are known now
         program, found, baked = _watched(call, traced, shapes)
+    learn(program, axes)  # here, where most is free, whether or not the given sizes fit
     own = semantic_guards(found, program, {n: _spelled(call.given, n) for n in axes})
     guards = (*value_guards(call.given, call.known), *_guards(program), *own)
     return _Export(program, guards, frozenset(baked), free, call.known)
@@ -303,9 +296,21 @@ def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str
         {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
         for leaf in named_leaves({name: value})
     ]
-    if isinstance(value, CacheState):  # torch takes the children of a class of others as a list
-        return leaves
-    return pytree.tree_unflatten(leaves, pytree.tree_structure(value))
+    # torch takes the children of a class of others as a list
+    return _listed(pytree.tree_unflatten(leaves, pytree.tree_structure(value)))
+
+
+def _listed(shapes: Any) -> Any:  # noqa: ANN401  a nest of what `_shapes` gives for a leaf
+    if isinstance(shapes, dict) and type(shapes) is dict and all(type(k) is int for k in shapes):
+        return shapes
+    if shapes is None:
+        return None
+    if type(shapes) in (list, tuple):
+        return type(shapes)(map(_listed, shapes))
+    if type(shapes) is dict:
+        return {k: _listed(v) for k, v in shapes.items()}
+    children, _ = pytree.SUPPORTED_NODES[type(shapes)].flatten_fn(shapes)
+    return list(map(_listed, children))
 
 
 def _graph(
@@ -372,7 +377,7 @@ def _fixed(
                 where = f"L[{name!r}]{pytree.keystr(path)}"
                 leaf_name = next(n for n in axes if _spelled(given, n) == where)
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
-                if isinstance(value, CacheState):  # ranks may hold parts of it
+                if isinstance(value, CacheState) and value.is_known:  # ranks may hold parts of it
                     dims |= set(range(leaf.dim())) - {*axes[leaf_name]}
                 yield from (Guard(code, name) for code in _form(where, leaf, dims))
 

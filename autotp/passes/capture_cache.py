@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState, caches_in, learn_dims
+from autotp.passes.capture_inputs import Axes
 
 __all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
 
@@ -97,14 +98,29 @@ def cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
     return caches_in(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
 
 
-def learn(exported: ExportedProgram, graph: fx.Graph, batch: Any) -> None:  # noqa: ANN401  a symbol
+def learn(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:
     """Notes which dims of the caches that come out are of the data: those whose size is free."""
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
-    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
+    named = {node.name: node for node in exported.graph.nodes}
+    names = [str(name) for name in exported.graph_signature.user_outputs]
+    batch = _batch(
+        [named[str(name)] for name in exported.graph_signature.user_inputs if str(name) in named],
+        axes,
+    )
     for state in cache_outputs(out_spec):
-        shapes = [outputs[number].meta["val"].shape for number in state.leaves]
+        shapes = [named[names[number]].meta["val"].shape for number in state.leaves]
         learn_dims(state.spec, [_free(shape, batch) for shape in shapes])
+
+
+def _batch(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> Any:  # noqa: ANN401  a symbol
+    """The batch size of the inputs, as the program knows it."""
+    tensors = [n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+    for val, of in zip(tensors, axes.values(), strict=True):
+        for dim, (kind, _) in of.items():
+            if kind == "batch":
+                return val.shape[dim]
+    return None
 
 
 def _free(shape: torch.Size, batch: Any) -> Mapping[int, str]:  # noqa: ANN401

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -29,14 +29,22 @@ from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
 
-__all__ = ["Layer", "MakeVariant", "ShardedModel", "State", "add_variant"]
+__all__ = ["Layer", "More", "ShardedModel", "State", "add_variant"]
 
 T = TypeVar("T", bound=nn.Module)
 _CAPTURING = threading.RLock()
 
 
-MakeVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]
-"""Captures the model for the given inputs in its present mode, and calls `add_variant`."""
+class More(Protocol):
+    """What captures further calls of a model, or of a part of it."""
+
+    def variant(self, sharded: "ShardedModel", inputs: Mapping[str, Any]) -> None:
+        """Captures the model for the inputs in its present mode, and calls `add_variant`."""
+        ...
+
+    def part(self, path: str) -> "tuple[More, Plan]":
+        """The same for the module at `path`, and the plan of its parameters."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +58,7 @@ class State:
     plan: Plan
     rank: int
     device: torch.device
-    make_variant: MakeVariant
+    more: More
     mode: str
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
     imagined: bool = False
@@ -165,6 +173,34 @@ class ShardedModel(Baked):
             model._refuse_gradients("requires_grad_() was called")
         return super().requires_grad_(requires_grad)
 
+    def part(self, path: str) -> "ShardedModel":
+        """The module at `path`, such as an encoder, as a model that can be called by itself.
+
+        It keeps its place and its parameters, and is captured on first use.
+        """
+        module = self.get_submodule(path)
+        if isinstance(module, ShardedModel):
+            return module
+        if isinstance(module, Layer):
+            raise PlanError(
+                f"{type(self).__name__}: {path} is one of its layers, whose code is the whole "
+                "model's. Call the model, or the module that holds the layers."
+            )
+        more, plan = self.sharded_state.more.part(path)
+        signature = Signature.of(module)
+        module.__class__ = model_class(type(module))
+        part = cast("ShardedModel", module)
+        state = replace(self.sharded_state, plan=plan, more=more, mode=mode_of(part), variants={})
+        part.sharded_state, part.sharded_signature = state, signature
+        return part
+
+    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+        """What the model's own method gives, ready to be called by itself."""
+        own: Callable[..., Any] = getattr(super(), "get_encoder")  # noqa: B009  the class's, if any
+        found = own(*args, **kwargs)
+        paths = [path for path, module in self.named_modules() if module is found and path]
+        return self.part(paths[0]) if paths else found
+
     def save_pretrained(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses: the model's own method would write this rank's shards as if they were the
         whole.
@@ -204,7 +240,7 @@ class ShardedModel(Baked):
             found = self._find(key, inputs)
             if found is None:
                 # a compiler that falls back to eager code here must not trace what captures
-                make = cast("MakeVariant", torch.compiler.disable(self.sharded_state.make_variant))
+                make = torch.compiler.disable(self.sharded_state.more.variant)
                 # what a capture saves for a backward pass is nobody's to recompute or to store
                 with saved_tensors_hooks(_untouched, _untouched):
                     make(self, self.sharded_signature.spelled(inputs))

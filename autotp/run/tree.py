@@ -14,7 +14,7 @@ from torch import nn
 
 from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
-from autotp.run.model import MakeVariant, ShardedModel, State, model_class
+from autotp.run.model import More, ShardedModel, State, model_class
 from autotp.run.variant import Signature, mode_of
 from autotp.whole import left_behind
 
@@ -36,7 +36,7 @@ def build_tree(
     plan: Plan,
     rank: int,
     device: torch.device,
-    make_variant: MakeVariant,
+    more: More,
     imagined: bool = False,
     baked: Iterable[int] = (),
 ) -> ShardedModel:
@@ -56,7 +56,7 @@ def build_tree(
     tree = copy.deepcopy(model, memo)
     tree.__class__ = model_class(type(model))
     assert isinstance(tree, ShardedModel)
-    tree.sharded_state = State(plan, rank, device, make_variant, mode_of(model), imagined=imagined)
+    tree.sharded_state = State(plan, rank, device, more, mode_of(model), imagined=imagined)
     _drop_hooks(tree, baked)
     tree.sharded_signature = Signature.of(model)
     return tree
