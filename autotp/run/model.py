@@ -240,7 +240,8 @@ class ShardedModel(Baked):
             found = self._find(key, inputs)
             if found is None:
                 # a compiler that falls back to eager code here must not trace what captures
-                make = torch.compiler.disable(self.sharded_state.more.variant)
+                variant = torch.compiler.disable(self.sharded_state.more.variant)
+                make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
                 # what a capture saves for a backward pass is nobody's to recompute or to store
                 with saved_tensors_hooks(_untouched, _untouched):
                     make(self, self.sharded_signature.spelled(inputs))
