@@ -123,16 +123,15 @@ def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
         kind = "decoder" if decoder else "sequence"
         found = {d: (kind, tensor.shape[d]) for d in _sequence_dims(tensor, batch, lengths)}
         axes[name] = ({0: ("batch", batch)} if _has_batch(tensor, batch) else {}) | found
-    return _with_totals({n: past.get(n) or axes.get(n, {}) for n in every})
+    if past:
+        axes = {n: _beside_past(of, next(iter(axes.values()))) for n, of in axes.items()}
+    return {n: past.get(n) or axes.get(n, {}) for n in every}
 
 
-def _with_totals(axes: dict[str, Axes]) -> dict[str, Axes]:
-    """Lengths that are the sum of a past and a new one are free where past ones are."""
-    totals = _sums(sorted({a for of in axes.values() for a in of.values()}))
-    return {
-        n: {d: ("past", a[1]) if a in totals else a for d, a in of.items()}
-        for n, of in axes.items()
-    }
+def _beside_past(axes: Axes, main: Axes) -> Axes:
+    """Lengths other than the main input's, such as a mask's, are free where the cache's are."""
+    new = {*main.values()}
+    return {d: a if a in new or a[0] == "batch" else ("past", a[1]) for d, a in axes.items()}
 
 
 def _past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:

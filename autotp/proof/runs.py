@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from autotp.cache import CacheState, rebuilt, stated
 from autotp.core.plan import Plan
 from autotp.errors import VerifyError
 from autotp.program import named_leaves
@@ -53,7 +55,9 @@ class Runs:
         """What the whole model's forward gives; hooks around it are around generated code too."""
         torch.manual_seed(self.case.seed)
         whole = self.case.whole
-        output = whole.forward(**self.case.inputs)
+        # a forward fills the cache that it is given: each run has one of its own
+        inputs = pytree.tree_map(_copied, dict(self.case.inputs), is_leaf=_is_cache)
+        output = stated(whole.forward(**inputs))
         leaves = input_leaves(named_leaves(self.case.inputs).items())
         return measured([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
 
@@ -80,3 +84,14 @@ class Runs:
     def _loss(self) -> tuple[int | None, frozenset[str]]:
         """The seed of what stands for a loss, and the outputs that are no part of the model's."""
         return self.case.seed if self.gradients else None, beside_loss(self.case.program)
+
+
+def _is_cache(value: object) -> bool:
+    return isinstance(value, CacheState)
+
+
+def _copied(value: object) -> object:
+    """A flat cache as a real one with tensors of its own; anything else as it is."""
+    if not isinstance(value, CacheState):
+        return value
+    return rebuilt(CacheState(value.spec, [leaf.clone() for leaf in value.leaves]))

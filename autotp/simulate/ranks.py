@@ -10,7 +10,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.cache import stated
+from autotp.core.plan import CacheRecord
+from autotp.core.split import Split
 from autotp.program import Program, named_leaves
+from autotp.run.blocks import join, take
 from autotp.run.model import ShardedModel
 from autotp.run.variant import Variant
 from autotp.simulate.joint import Tally
@@ -50,18 +53,22 @@ def simulate(
     - Random ops draw the same on every rank, as in processes that were seeded alike.
     - Hooks of modules do not run.
     """
+    inputs = stated(dict(inputs))
     variants = [variant_for(model, inputs) for model in models]
     parts = [
         Part(model, variant.outlined.root, variant.outlined.layers, variant.outlined.origin)
         for model, variant in zip(models, variants, strict=True)
     ]
-    return walk(parts, variants[0].program, inputs, observe=observe, read=read, dtype=dtype)
+    caches = variants[0].plan.caches
+    program = variants[0].program
+    return walk(parts, program, inputs, caches, observe=observe, read=read, dtype=dtype)
 
 
 def walk(
     parts: Sequence[Part],
     program: Program,
     inputs: Mapping[str, Any],
+    caches: Mapping[str, CacheRecord] | None = None,
     *,
     observe: Observe | None = None,
     read: Read | None = None,
@@ -69,20 +76,54 @@ def walk(
 ) -> Simulation:
     """What `parts` compute in lockstep; `program` names their inputs and shapes their outputs.
 
-    A whole model is the case of one part: `Part(model, program.graph, {}, {})`.
+    A whole model is the case of one part: `Part(model, program.graph, {}, {})`. Caches go in and
+    come out whole; `caches` says which parts of them the ranks have.
     """
     tensors = [RankTensors(part, dtype) for part in parts]
     leaves = named_leaves(inputs)
-    given = [[own.input(leaves[name]) for name in program.inputs] for own in tensors]
+    kept = _Kept(program, caches or {}, len(parts))
+    given = [
+        [own.input(kept.part(name, leaves[name], rank)) for name in program.inputs]
+        for rank, own in enumerate(tensors)
+    ]
     walker = Walker(parts, tensors, observe, read, dtype)
     with _default(dtype):
         flat = walker.run("", [part.root for part in parts], given)
-    outputs = [pytree.tree_unflatten(list(results), program.out_spec) for results in flat]
+    outputs = [pytree.tree_unflatten(results, program.out_spec) for results in kept.joined(flat)]
     leaves_of = [
         own.parameters | input_leaves(zip(program.inputs, mine, strict=True))
         for own, mine in zip(tensors, given, strict=True)
     ]
     return Simulation(outputs, leaves_of, walker.tally)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The tensors of a program's cache, cut for the ranks as `caches` says."""
+
+    program: Program
+    caches: Mapping[str, CacheRecord]
+    ranks: int
+
+    def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """A rank's part of an input; all of it if it is no cache's, or not cut."""
+        paths = {carried.taken: carried.path for carried in self.program.carried.values()}
+        record = self.caches.get(paths.get(name, ""))
+        if record is None or record.dim is None:
+            return whole
+        return take(whole, record.dim, Split.decode(record.split), rank, self.ranks)
+
+    def joined(self, flat: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The ranks' outputs, with the tensors of caches put together."""
+        outputs = [list(results) for results in flat]
+        for number, carried in self.program.carried.items():
+            record = self.caches.get(carried.path)
+            if record is not None and record.dim is not None:
+                parts = [results[number] for results in outputs]
+                whole = join(parts, record.dim, Split.decode(record.split))
+                for results in outputs:
+                    results[number] = whole
+        return outputs
 
 
 def input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
