@@ -12,6 +12,7 @@ from autotp.errors import (
     VerifyError,
     WeightsError,
 )
+from autotp.loading import from_pretrained
 from autotp.pipeline import parallelize, plan, verify
 from autotp.run.model import ShardedModel
 from autotp.show import report as _report
@@ -30,6 +31,7 @@ __all__ = [
     "UnknownOpError",
     "VerifyError",
     "WeightsError",
+    "from_pretrained",
     "parallelize",
     "plan",
     "verify",

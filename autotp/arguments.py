@@ -10,7 +10,7 @@ from autotp.models import preset_names
 
 __all__ = ["parsed"]
 
-_COMMANDS = {"plan", "dry-run", "verify", "rules"}
+_COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge"}
 _STRICT = "an op without a rule, or more than 10 %% of the bytes whole, is an error"
 
 
@@ -65,10 +65,38 @@ def _parser() -> argparse.ArgumentParser:
     rules.add_argument("--rules", metavar="DIR", help="rules to read (default: autotp's own)")
     rules.add_argument("--op", default="*", metavar="GLOB", help="the ops to check (default: all)")
     rules.add_argument("--seed", type=int, default=0, help="of the sizes that check makes up")
-    for command in (plan, dry_run, verify, rules):
+
+    shard = commands.add_parser("shard", help="cut a checkpoint into a file a rank")
+    merge = commands.add_parser("merge", help="join what shard wrote into one checkpoint")
+    _add_conversion(shard, merge)
+    for command in (plan, dry_run, verify, rules, shard, merge):
         command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
         command.add_argument("--debug", action="store_true", help="show where an error arose")
     return parser
+
+
+def _add_conversion(shard: argparse.ArgumentParser, merge: argparse.ArgumentParser) -> None:
+    """Adds what `shard` and `merge` take."""
+    for command, read in ((shard, "the checkpoint"), (merge, "what shard wrote")):
+        command.add_argument("directory", metavar="DIR", help=f"{read} to read")
+        command.add_argument("output", metavar="OUT", help="the directory to write")
+        command.add_argument("--trust-remote-code", action="store_true", help="run code in DIR")
+    shard.add_argument("--tp", type=_ranks, required=True, metavar="N", help="number of ranks")
+    shard.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
+    _add_override(shard)
+    size = "largest size of a file (default 50GB)"
+    merge.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help=size)
+
+
+def _add_override(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--override",
+        type=_override,
+        action="append",
+        default=[],
+        metavar="GLOB=LAYOUT",
+        help="fix the layout of parameters: column, row, vocabulary, expert, replicated",
+    )
 
 
 def _add_model(
@@ -91,14 +119,7 @@ def _add_model(
     parser.add_argument(
         "--sequence", type=_count, metavar="N", help=f"length (default: {sequence})"
     )
-    parser.add_argument(
-        "--override",
-        type=_override,
-        action="append",
-        default=[],
-        metavar="GLOB=LAYOUT",
-        help="fix the layout of parameters: column, row, vocabulary, expert, replicated",
-    )
+    _add_override(parser)
     parser.add_argument("--strict", action="store_true", help=_STRICT)
 
 

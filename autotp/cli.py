@@ -1,4 +1,4 @@
-"""The command line: `autotp plan`, `dry-run`, `verify` and `rules`.
+"""The command line: `autotp plan`, `dry-run`, `verify`, `rules`, `shard` and `merge`.
 
     autotp plan ./my-model --tp 8
     autotp verify ./my-model --tp 2,4 --training
@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autotp import pipeline, rulebook
+from autotp import offline, pipeline, rulebook
 from autotp.arguments import parsed
 from autotp.core.evidence import Evidence
 from autotp.core.machine import load_machine
@@ -91,7 +91,7 @@ def _check(options: Namespace) -> None:
     """Refuses what can be refused before the model is built and captured: that takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
-    if options.command == "rules":
+    if options.command in ("rules", "shard", "merge"):
         return
     load_machine(options.machine, rulebook.root())
     for glob, layout in options.override:
@@ -188,6 +188,34 @@ def _rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
     return 1 if any(v.verdict == "wrong" for v in verdicts) else 0
 
 
+def _shard(options: Namespace) -> int:
+    plan: Plan = offline.shard(
+        options.directory,
+        options.output,
+        options.tp,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        overrides=dict(options.override),
+    )
+    if options.json != "-":
+        printed(f"cut {options.directory} into {plan.tp} files in {options.output}")
+    _write_json(options.json, plan.to_json())
+    return 0
+
+
+def _merge(options: Namespace) -> int:
+    offline.merge(
+        options.directory,
+        options.output,
+        max_shard_size=options.max_shard_size,
+        trust_remote_code=options.trust_remote_code,
+    )
+    if options.json != "-":
+        printed(f"joined {options.directory} in {options.output}")
+    _write_json(options.json, json.dumps({"output": options.output}) + "\n")
+    return 0
+
+
 def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
     """The model asked for, and the example inputs that its factory gave, if any."""
     with _progress(f"building {options.model}"), _misuse():
@@ -239,7 +267,14 @@ def _write_json(target: str | None, content: str) -> None:
             raise _MisuseError(f"{target}: cannot be written: {error}. Choose another.") from error
 
 
-_COMMANDS = {"plan": _plan, "dry-run": _dry_run, "verify": _verify, "rules": _rules}
+_COMMANDS = {
+    "plan": _plan,
+    "dry-run": _dry_run,
+    "verify": _verify,
+    "rules": _rules,
+    "shard": _shard,
+    "merge": _merge,
+}
 
 
 if __name__ == "__main__":

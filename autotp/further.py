@@ -13,6 +13,7 @@ from autotp.core.plan import CacheRecord, Plan
 from autotp.options import Options
 from autotp.program import Program
 from autotp.run.group import Group
+from autotp.run.heap import give_back
 from autotp.run.model import ShardedModel, add_variant
 from autotp.run.variant import Graphs
 from autotp.whole import device_of, valueless, whole_of
@@ -73,6 +74,8 @@ class Further:
         found = self.answer(asked)
         self.caches.update(found.plan.caches)
         add_variant(sharded, found.key, found.program, found.layers, found.plan)
+        del found
+        give_back()
 
     def part(self, path: str) -> "tuple[Further, Plan]":
         """The same for the module at `path`, and the plan of its parameters."""

@@ -21,7 +21,14 @@ from torch import nn
 
 from autotp.errors import PlanError
 
-__all__ = ["load", "load_with_inputs", "preset_names", "presets_root"]
+__all__ = [
+    "config_fields",
+    "load",
+    "load_with_inputs",
+    "preset_names",
+    "presets_root",
+    "transformers_module",
+]
 
 _SPECS: Final = "a directory with config.json, package.module:factory, or a preset"
 
@@ -79,8 +86,14 @@ def _preset(name: str) -> Path:
     )
 
 
-def _read_config(directory: Path) -> Any:  # noqa: ANN401  a transformers configuration
-    """The configuration in `directory`, its JSON checked first for a clear message."""
+def transformers_module(name: str = "") -> Any:  # noqa: ANN401  of an optional package
+    """transformers, or a module of it, e.g. `core_model_loading`; PlanError if not installed."""
+    library = _transformers()
+    return importlib.import_module(f"{library.__name__}.{name}") if name else library
+
+
+def config_fields(directory: Path) -> dict[str, Any]:
+    """The fields of the config.json in `directory`, checked for a clear message."""
     path = directory / "config.json"
     try:
         fields: object = json.loads(path.read_text(encoding="utf-8"))
@@ -95,7 +108,12 @@ def _read_config(directory: Path) -> Any:  # noqa: ANN401  a transformers config
         ) from error
     if reason := _fault(fields):
         raise PlanError(f"{path}: {reason}. Restore the model's own config.json.")
-    return _parsed(path, cast("dict[str, Any]", fields))
+    return cast("dict[str, Any]", fields)
+
+
+def _read_config(directory: Path) -> Any:  # noqa: ANN401  a transformers configuration
+    """The configuration in `directory`."""
+    return _parsed(directory / "config.json", config_fields(directory))
 
 
 def _fault(fields: object) -> str:

@@ -8,7 +8,7 @@ runs them in lockstep beside the whole model.
 import gzip
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Unpack, cast
 
@@ -21,6 +21,7 @@ import autotp.run.conjugates as _ops
 from autotp import rulebook
 from autotp.analysis import Decision
 from autotp.cache import stated
+from autotp.checkpoint.store import GroupStore
 from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
 from autotp.core.held import much_whole
@@ -28,7 +29,6 @@ from autotp.core.iopddl import solution_json, to_iopddl
 from autotp.core.machine import Machine, load_machine
 from autotp.core.plan import CacheRecord, Plan
 from autotp.core.problem import Solution
-from autotp.core.split import Split
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
 from autotp.errors import PlanError
@@ -56,9 +56,9 @@ from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.solve import solve
 from autotp.program import Program, tensor_leaves
 from autotp.proof import prove
-from autotp.run.blocks import take
-from autotp.run.group import Group, agree, exists, meet, resolve, together
+from autotp.run.group import Group, agree, exists, is_real, meet, resolve, together
 from autotp.run.model import ShardedModel, add_variant
+from autotp.run.shards import cut
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing, data_sizes
@@ -69,7 +69,7 @@ _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
 _LESS_WHOLE = "Choose a smaller tp, or leave strict off to see the plan."
 
-__all__ = ["dry_run", "parallelize", "plan", "verify"]
+__all__ = ["dry_run", "parallelize", "plan", "planned", "verify"]
 
 
 def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
@@ -118,6 +118,12 @@ def parallelize(
     check_module(model, "parallelize")
     check_rank(rank)
     where = resolve(tp, mesh=mesh, group=group, rank=rank)
+    work, made = planned(where, model, **options)
+    return work.built(made, where)
+
+
+def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tuple[_Work, Made]":
+    """The work on `model` and the variant made for a group, the same on all of its ranks."""
     with together(where):
         work = _Work(model, Options.of(**options))
         made = work.made(where.size, where.name)
@@ -126,8 +132,8 @@ def parallelize(
     if (told := much_whole(made.plan.parameters, where.size)) and (
         where.rank == 0 or not exists(where.name)
     ):
-        warnings.warn(f"{work.whole.name}: {told}", stacklevel=2)
-    return work.built(made, where)
+        warnings.warn(f"{work.whole.name}: {told}", stacklevel=3)
+    return work, made
 
 
 def verify(
@@ -302,16 +308,24 @@ class _Work:
         )
         return rewritten
 
-    def built(self, made: Made, where: Group, named: torch.device | None = None) -> ShardedModel:
-        """One rank's model around its shards; its graph names the device `named`, if given."""
-        device = torch.device("meta") if is_meta(self.model) and not _real(where) else where.device
+    def built(
+        self,
+        made: Made,
+        where: Group,
+        named: torch.device | None = None,
+        shards: Mapping[str, torch.Tensor] | None = None,
+    ) -> ShardedModel:
+        """One rank's model around `shards` (None: the whole's), its graph on `named`, if given."""
+        lost = shards is None and is_meta(self.model) and not is_real(where)
+        device = torch.device("meta") if lost else where.device
         tree = build_tree(
             self.model,
-            dict(self._shards(made.plan, where, device)),
+            shards or dict(cut(self.whole.parameters, made.plan, where, device)),
             plan=made.plan,
             rank=where.rank,
             device=device,
             more=Further(skeleton(self.model), self.options, made.plan, where, device, _answer),
+            store=GroupStore(where),
             imagined=where.size > 1 and not exists(where.name),
             baked=self.program.baked,
         )
@@ -319,18 +333,6 @@ class _Work:
             tree, self.key(), self.program, made.layers(named or device, where.rank), made.plan
         )
         return tree
-
-    def _shards(
-        self, drawn: Plan, where: Group, device: torch.device
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, whole in self.whole.parameters.items():
-            record = drawn.parameters[name]
-            check_values(name, whole, device)
-            local = whole.detach()
-            if record.dim is not None:
-                split = Split.decode(record.split)
-                local = take(local, record.dim, split, where.rank, where.size)
-            yield name, local.to(device, copy=True).contiguous()
 
     def key(self) -> str:
         """What the variant for these inputs answers to."""
@@ -380,7 +382,3 @@ def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -
     if is_meta(model):
         return capture(skeleton(model), valueless(inputs, torch.device("cpu")), gradients=gradients)
     return capture(model, inputs, gradients=gradients)
-
-
-def _real(where: Group) -> bool:
-    return dist.is_initialized() and where.name != "tp"

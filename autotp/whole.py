@@ -21,6 +21,7 @@ __all__ = [
     "fingerprint",
     "is_meta",
     "left_behind",
+    "meta_attributes",
     "skeleton",
     "valueless",
     "whole_of",
@@ -90,6 +91,19 @@ def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     held = [list(vars(module).values()) for module in model.modules()]
     leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]
     return [leaf for leaf in leaves if id(leaf) not in known]
+
+
+def meta_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Tensors on meta that modules hold as plain attributes, by the module's path."""
+    lost = {id(t) for t in _plain_tensors(model) if t.is_meta}
+    return [
+        (f"{path}.{name}".removeprefix("."), leaf)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in ("_parameters", "_buffers", "_modules")
+        for leaf in pytree.tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and id(leaf) in lost
+    ]
 
 
 def left_behind(model: nn.Module) -> dict[int, Any]:

@@ -34,10 +34,13 @@ ALLOWED = {
     "run": BELOW | NOUNS | {"run"},
     "show": BELOW | NOUNS | {"show"},
     "simulate": BELOW | NOUNS | {"run", "simulate"},
+    "checkpoint": BELOW | NOUNS | {"models", "run", "checkpoint"},
     "proof": BELOW | NOUNS | {"run", "simulate", "proof"},
     "laws": BELOW | NOUNS | {"passes", "run", "laws"},
 }
 ALLOWED["pipeline"] = {*ALLOWED} - {"arguments"}
+ALLOWED["loading"] = {*ALLOWED} - {"arguments"}
+ALLOWED["offline"] = {*ALLOWED} - {"arguments"}
 ALLOWED["cli"] = {*ALLOWED}
 ALLOWED["__init__"] = {*ALLOWED}
 ALLOWED["__main__"] = {"cli"}

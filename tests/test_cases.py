@@ -603,7 +603,7 @@ def test_no_class_is_refused() -> None:
 @pytest.mark.parametrize(
     ("method", "arguments", "said"),
     [
-        ("save_pretrained", ("directory",), "Save the whole model before parallelizing it"),
+        ("save_pretrained", ("directory",), "the parts of the others are not here"),
         ("resize_token_embeddings", (600,), "before"),
         ("half", (), "torch.float32 on cpu, and so is the code"),
     ],

@@ -30,7 +30,9 @@ __all__ = [
     "among",
     "checked",
     "exists",
+    "is_real",
     "meet",
+    "process_group",
     "rank_of",
     "resolve",
     "size_of",
@@ -100,10 +102,20 @@ def exists(name: str) -> bool:
     return True
 
 
+def is_real(group: Group) -> bool:
+    """Whether a group was asked for that processes are in, or could be."""
+    return dist.is_initialized() and group.name != "tp"
+
+
 def checked(name: str) -> str:
     """`name`, if a process group is registered under it; PlanError otherwise."""
     _lookup(name)
     return name
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group registered under `name`; PlanError if there is none."""
+    return _lookup(name)
 
 
 def rank_of(name: str) -> int:

@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
@@ -29,7 +30,7 @@ from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
 
-__all__ = ["Layer", "More", "ShardedModel", "State", "add_variant"]
+__all__ = ["Layer", "More", "ShardedModel", "State", "Store", "add_variant"]
 
 T = TypeVar("T", bound=nn.Module)
 _CAPTURING = threading.RLock()
@@ -47,6 +48,18 @@ class More(Protocol):
         ...
 
 
+class Store(Protocol):
+    """What brings a model's parts together: to one rank, or to disk."""
+
+    def save(self, model: "ShardedModel", directory: Path, max_shard_size: int | str) -> None:
+        """Writes the whole model as Transformers would."""
+        ...
+
+    def state_dict(self, model: "ShardedModel", *, rank0_only: bool) -> dict[str, torch.Tensor]:
+        """The whole tensors on the CPU."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class State:
     """What a sharded model knows beside its parameters.
@@ -60,6 +73,7 @@ class State:
     device: torch.device
     more: More
     mode: str
+    store: Store | None = None
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
     imagined: bool = False
 
@@ -201,15 +215,25 @@ class ShardedModel(Baked):
         paths = [path for path, module in self.named_modules() if module is found and path]
         return self.part(paths[0]) if paths else found
 
-    def save_pretrained(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuses: the model's own method would write this rank's shards as if they were the
-        whole.
+    def save_pretrained(
+        self, save_directory: str | Path, *, max_shard_size: int | str = "50GB"
+    ) -> None:
+        """Writes the whole model: the files, keys and shapes of the model's own save_pretrained.
+
+        Constraints:
+        - Every rank must call it; rank 0 writes, tensor by tensor, and holds no more than one of
+          them whole (or those that one converter of the checkpoint makes one).
+        - Files appear under their names when all are complete. Raises WeightsError on every rank.
         """
-        raise PlanError(
-            f"{type(self).__name__}: {self.sharded_state} holds shards, which "
-            "save_pretrained would write as the whole model. Save the whole model before "
-            "parallelizing it, or each rank's state_dict() under a name of its own."
-        )
+        _store(self, "save_pretrained").save(self, Path(save_directory), max_shard_size)
+
+    @stands_aside
+    def full_state_dict(self, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        """The whole model's `state_dict()`, on the CPU; `rank0_only`: empty on all other ranks.
+
+        Constraints: every rank must call it.
+        """
+        return _store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses: the model's own method would put whole tables in the place of shards."""
@@ -307,8 +331,21 @@ def add_variant(
     for node in graph.nodes:
         if node.op == "call_module":
             node.kwargs = {"variant": names[node.target]}
-    variant = Variant.of(key, program, outlined, plan, graph)
+    # the flat graph is what was planned; what runs is outlined, and a graph weighs megabytes
+    ran = replace(program, graph=fx.Graph())
+    variant = Variant.of(key, ran, outlined, plan, graph)
     model.sharded_state.variants.setdefault(key, []).append(variant)
+
+
+def _store(model: ShardedModel, method: str) -> Store:
+    state = model.sharded_state
+    if state.store is None or state.imagined:
+        raise PlanError(
+            f"{type(model).__name__}: {method}() was called as {state}, and the parts of the "
+            "others are not here. Call it in each of the processes that torchrun "
+            f"--nproc-per-node {state.plan.tp} your_script.py starts."
+        )
+    return state.store
 
 
 def _layer(model: ShardedModel, path: str) -> Layer:

@@ -14,7 +14,7 @@ from torch import nn
 
 from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
-from autotp.run.model import More, ShardedModel, State, model_class
+from autotp.run.model import More, ShardedModel, State, Store, model_class
 from autotp.run.variant import Signature, mode_of
 from autotp.whole import left_behind
 
@@ -37,6 +37,7 @@ def build_tree(
     rank: int,
     device: torch.device,
     more: More,
+    store: Store | None = None,
     imagined: bool = False,
     baked: Iterable[int] = (),
 ) -> ShardedModel:
@@ -46,6 +47,7 @@ def build_tree(
     - `tensors`: one for each parameter, under any of its names, on `device`; buffers may be among
       them, the others are copied from the model.
     - `baked`: the hooks of `model` whose work its graphs do, and which the tree does not get.
+    - `store`: what saves the model and gathers its tensors.
     - `imagined`: it is to be looked at, and refuses to be called.
     - Parameters require grad where the plan has a backward pass and the model's do.
     - `model` is left as it was, and no storage is shared with it.
@@ -56,7 +58,8 @@ def build_tree(
     tree = copy.deepcopy(model, memo)
     tree.__class__ = model_class(type(model))
     assert isinstance(tree, ShardedModel)
-    tree.sharded_state = State(plan, rank, device, more, mode_of(model), imagined=imagined)
+    mode = mode_of(model)
+    tree.sharded_state = State(plan, rank, device, more, mode, store, imagined=imagined)
     _drop_hooks(tree, baked)
     tree.sharded_signature = Signature.of(model)
     return tree

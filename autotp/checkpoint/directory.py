@@ -1,0 +1,154 @@
+"""A checkpoint's directory: which of its files hold weights, and every tensor in them by name.
+
+The order of choice is that of Transformers: model.safetensors, then its index, then
+pytorch_model.bin and its index.
+"""
+
+import json
+import pickle
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, cast
+
+import torch
+
+from autotp.checkpoint.layout import read_header
+from autotp.checkpoint.stored import File, Pickled, Stored, Written
+from autotp.errors import WeightsError
+
+__all__ = ["INDEX", "SINGLE", "Checkpoint", "read_json"]
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+_NAMES: Final = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of a directory, to be read from; closed when the block ends.
+
+    - `files`: the files read, in order.
+    - `tensors`: by their names on disk, each with what reads it.
+    """
+
+    directory: Path
+    files: tuple[Path, ...]
+    tensors: Mapping[str, Stored]
+    _opened: tuple[File, ...] = ()
+
+    @staticmethod
+    def open(directory: Path, named: str | None = None) -> "Checkpoint":
+        """The checkpoint in a directory; `named`: the file that its configuration names.
+
+        Raises WeightsError where files are missing, cut short or hold one name twice.
+        """
+        path = _chosen(directory, named)
+        files = _listed(path) if path.name.endswith(".index.json") else [path]
+        tensors: dict[str, Stored] = {}
+        opened: list[File] = []
+        for file in files:
+            for name, stored in _tensors(file, opened):
+                if name in tensors:
+                    raise WeightsError(
+                        f"{stored.label}: is in another file too: {tensors[name].label}. Leave one."
+                    )
+                tensors[name] = stored
+        if path not in files:
+            _check_index(path, tensors)
+        return Checkpoint(directory, tuple(files), tensors, tuple(opened))
+
+    def __enter__(self) -> "Checkpoint":
+        """The checkpoint itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes all files."""
+        for file in self._opened:
+            file.close()
+
+
+def read_json(path: Path, what: str) -> Any:  # noqa: ANN401  whatever the file holds
+    """The JSON of a file; WeightsError where it cannot be read. `what` names it in the advice."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: cannot be read: {error}. Restore {what}.") from error
+
+
+def _chosen(directory: Path, named: str | None) -> Path:
+    if not directory.is_dir():
+        raise WeightsError(
+            f"{directory}: is no directory. Give one with config.json and safetensors files."
+        )
+    for name in (named,) if named else _NAMES:
+        if (directory / name).is_file():
+            return directory / name
+    looked = ", ".join([named] if named else _NAMES)
+    there = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin"))
+    beside = f"; there are {', '.join(there[:4])}" if there else ""
+    raise WeightsError(
+        f"{directory}: holds no weights: none of {looked} is there{beside}. Put the checkpoint's "
+        "files there, under one of these names or with an index."
+    )
+
+
+def _listed(index: Path) -> list[Path]:
+    """The files that an index names, each of which must be there."""
+    found = read_json(index, "the checkpoint's own index")
+    where: object = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(where, dict) or not where:
+        raise WeightsError(f"{index}: has no weight_map. Restore the checkpoint's own index.")
+    mapped = cast("dict[str, str]", where)
+    files = [index.parent / name for name in sorted(set(mapped.values()))]
+    for file in files:
+        if file.parent.resolve() != index.parent.resolve():
+            raise WeightsError(f"{index}: names {file}, which is outside of {index.parent}.")
+        if not file.is_file():
+            held = [tensor for tensor, name in mapped.items() if name == file.name]
+            raise WeightsError(
+                f"{index}: names the file {file.name} with {len(held)} tensors ({held[0]}"
+                f"{', …' if len(held) > 1 else ''}), and it is not there. Download the missing "
+                f"files: {sum(f.is_file() for f in files)} of {len(files)} are there."
+            )
+    return files
+
+
+def _check_index(index: Path, tensors: Mapping[str, Stored]) -> None:
+    """Refuses an index that tells of tensors that no file has."""
+    where: dict[str, str] = read_json(index, "the checkpoint's own index")["weight_map"]
+    for name, file in where.items():
+        if name not in tensors:
+            raise WeightsError(
+                f"{index}: tensor {name} should be in {file}, and none of the files has it "
+                f"({len(tensors)} of {len(where)} tensors found). Download that file again."
+            )
+
+
+def _tensors(file: Path, opened: list[File]) -> Iterable[tuple[str, Stored]]:
+    if file.suffix != ".safetensors":
+        return _unpickled(file)
+    source = File(file)
+    opened.append(source)
+    return [(name, Written(source, entry)) for name, entry in read_header(file).items()]
+
+
+def _unpickled(file: Path) -> list[tuple[str, Stored]]:
+    try:
+        found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WeightsError(
+            f"{file}: cannot be read as plain weights (weights_only): {reason}. Save the model "
+            "again as safetensors, on a machine where you trust this file."
+        ) from error
+    if not isinstance(found, dict):
+        raise WeightsError(f"{file}: holds a {type(found).__name__}, no tensors by name.")
+    tensors = cast("dict[str, object]", found)
+    return [(n, Pickled(file, n, t)) for n, t in tensors.items() if isinstance(t, torch.Tensor)]

@@ -1,0 +1,199 @@
+"""The model of a checkpoint's directory without its weights: parameters on meta, buffers real.
+
+Buffers that no file holds (tables of positions, frequencies) get their values from the model's own
+initialisation, as they do in Transformers: parameters are marked as done, so that it fills the
+rest.
+"""
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from math import nan
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from autotp.errors import PlanError, WeightsError
+from autotp.models import config_fields, transformers_module
+from autotp.whole import meta_attributes
+
+__all__ = ["fill_buffers", "hollow", "hollow_parameters"]
+
+_DONE: Final = "_is_hf_initialized"  # how Transformers marks what its initialisation must leave
+
+
+def hollow(
+    directory: Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    otherwise: torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> nn.Module:
+    """The model that a directory's configuration names, on meta, in evaluation mode.
+
+    - `dtype`: of the parameters; None: as the configuration says, or `otherwise` if it does not.
+
+    Raises PlanError for a configuration that names no class.
+    """
+    fields = config_fields(directory)
+    config = _config(directory, fields, trust_remote_code, revision)
+    cls = _class_of(directory, fields, trust_remote_code, revision)
+    chosen = _dtype(dtype, config, otherwise)
+    options: dict[str, Any] = {"dtype": chosen}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    safe = getattr(transformers_module("initialization"), "meta_device_safe_creation_ops", None)
+    with torch.device("meta"), safe() if safe else nullcontext():
+        model: nn.Module = cls._from_config(config, **options)
+    config.name_or_path = str(directory)
+    _keep_precise(model, chosen)
+    _take_generation_config(cast("Any", model), directory)
+    _refuse_attributes(model)
+    return model.eval()
+
+
+def fill_buffers(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
+    """Puts `loaded` in the place of buffers of these names, and gives all others their values.
+
+    Raises WeightsError for a buffer that the model's own initialisation leaves without.
+    """
+    for parameter in model.parameters():
+        setattr(parameter, _DONE, True)
+    left: dict[str, Tensor] = {}
+    for name, buffer in list(model.named_buffers()):
+        real = loaded.get(name)
+        if real is None:
+            real = left[name] = _unset(buffer)
+        else:
+            setattr(real, _DONE, True)
+        _replace(model, buffer, real)
+    cast("Any", model).initialize_weights()
+    after = dict(model.named_buffers())
+    for name in left:
+        if _is_unset(after[name]):
+            raise WeightsError(
+                f"buffer {name} {list(after[name].shape)} of {type(model).__name__}: 0 of its "
+                "values are known: no file holds it, and _init_weights does not set it. Set it in "
+                "the model's _init_weights, or register it as persistent and save it."
+            )
+
+
+def hollow_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Makes the parameters of these names meta parameters of another dtype, ties kept."""
+    made: dict[int, nn.Parameter] = {}
+    for name, old in list(model.named_parameters(remove_duplicate=False)):
+        if name in dtypes and id(old) not in made:
+            empty = torch.empty_like(old, dtype=dtypes[name], device="meta")
+            made[id(old)] = nn.Parameter(empty, old.requires_grad)
+    for module in model.modules():
+        for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(old) in made:
+                setattr(module, key, made[id(old)])
+
+
+def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None) -> Any:  # noqa: ANN401  a transformers configuration
+    auto = transformers_module("models.auto.configuration_auto")
+    kind = fields["model_type"]
+    if kind not in auto.CONFIG_MAPPING and not trusted:
+        raise PlanError(
+            f"{directory}: model_type {kind!r} is not among the {len(auto.CONFIG_MAPPING)} of "
+            "Transformers. Pass trust_remote_code=True if the directory brings its own code and "
+            "you trust it, or update Transformers."
+        )
+    try:
+        return auto.AutoConfig.from_pretrained(
+            str(directory), trust_remote_code=trusted, revision=revision or "main"
+        )
+    # transformers raises whatever its validators raise: it becomes the reason in our message
+    except Exception as error:
+        raise PlanError(f"{directory}/config.json: Transformers refuses it: {error}") from error
+
+
+def _class_of(
+    directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None
+) -> Any:  # noqa: ANN401  a class of models
+    name = fields["architectures"][0]
+    entries = cast("dict[str, str]", fields.get("auto_map") or {})
+    own = next((ref for ref in entries.values() if str(ref).rpartition(".")[2] == name), None)
+    if own is not None and trusted:
+        dynamic = transformers_module("dynamic_module_utils")
+        return dynamic.get_class_from_dynamic_module(own, str(directory), revision=revision)
+    library = transformers_module()
+    cls = getattr(library, name, None)
+    if cls is None:
+        what = "pass trust_remote_code=True if you trust the code there" if own else "update it"
+        raise PlanError(
+            f"{directory}: architecture {name!r} is unknown to Transformers "
+            f"{library.__version__}; {what}, or set config.architectures to a class that it has."
+        )
+    return cls
+
+
+def _dtype(given: torch.dtype | str | None, config: object, otherwise: torch.dtype) -> torch.dtype:
+    chosen: object = given if given not in (None, "auto") else getattr(config, "dtype", None)
+    found: object = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
+    if found is None and chosen is None:
+        return otherwise
+    if isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1:
+        return found
+    raise PlanError(
+        f"dtype is {chosen!r}, which weights cannot be. Give torch.float32, float16 or bfloat16, "
+        "or None for what the configuration says."
+    )
+
+
+def _keep_precise(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters that the model's class keeps in float32 get it."""
+    plan: dict[str, torch.dtype] = cast("Any", model)._get_dtype_plan(dtype)
+    if not plan:
+        return
+    loading = transformers_module("core_model_loading")
+    pattern, by_group, _ = loading.build_glob_alternation(list(plan))
+    dtypes: dict[str, torch.dtype] = {}
+    for name, _ in model.named_parameters():
+        if found := pattern.search(name):
+            dtypes[name] = plan[by_group[found.lastgroup]]
+    hollow_parameters(model, dtypes)
+
+
+def _take_generation_config(model: Any, directory: Path) -> None:  # noqa: ANN401
+    if model.can_generate() and (directory / "generation_config.json").is_file():
+        generation = transformers_module("generation")
+        model.generation_config = generation.GenerationConfig.from_pretrained(str(directory))
+
+
+def _refuse_attributes(model: nn.Module) -> None:
+    for name, tensor in meta_attributes(model):
+        raise WeightsError(
+            f"{name} {list(tensor.shape)} of {type(model).__name__}: is a tensor that is neither "
+            "parameter nor buffer, so that 0 of its values are in a checkpoint. Make it a buffer."
+        )
+
+
+def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            if buffer is old:
+                setattr(module, key, new)
+
+
+def _unset(buffer: Tensor) -> Tensor:
+    """A real tensor like a buffer, full of a value that no initialisation gives."""
+    return torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device="cpu")
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    if buffer.numel() == 0 or buffer.dtype == torch.bool:
+        return False
+    if buffer.is_floating_point():
+        return bool(torch.isnan(buffer).all())
+    return bool((buffer == _mark(buffer.dtype)).all())
+
+
+def _mark(dtype: torch.dtype) -> Any:  # noqa: ANN401  a number of any kind
+    if dtype == torch.bool:
+        return False
+    return torch.iinfo(dtype).min if not (dtype.is_floating_point or dtype.is_complex) else nan

@@ -1,0 +1,204 @@
+"""A checkpoint that was cut for one tp: a file a rank, the plan, and a manifest of all.
+
+shards.json                      tp, dtype, and size and SHA-256 of every file
+plan.json                        the plan that the files follow
+rank-00000-of-00002.safetensors  what rank 0 holds, under the model's own keys
+config.json, …                   as in the directory that was cut
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+from torch import Tensor, nn
+
+from autotp.checkpoint.directory import Checkpoint, read_json
+from autotp.checkpoint.layout import Entry, laid_out, read_header
+from autotp.checkpoint.stored import File, Stored, Written
+from autotp.checkpoint.writing import Writer, writing
+from autotp.core.plan import ParameterRecord, Plan
+from autotp.errors import PlanError, WeightsError
+
+__all__ = [
+    "MANIFEST",
+    "PLAN",
+    "Manifest",
+    "Progress",
+    "check_part",
+    "copy_beside",
+    "entries_of",
+    "is_sharded",
+    "is_whole_file",
+    "part_of",
+    "rank_file",
+    "write_tensors",
+    "write_text",
+]
+
+MANIFEST: Final = "shards.json"
+PLAN: Final = "plan.json"
+_AGAIN: Final = "Run `autotp shard` again: it goes on with what is missing."
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What `shards.json` says.
+
+    - `job`: a hash over what was cut and how; `files`: size and SHA-256 by name.
+    - `keys`: the names on disk of the checkpoint that was cut; `untied`: parameters that the
+      configuration ties and that checkpoint does not.
+    """
+
+    tp: int
+    dtype: str
+    job: str
+    keys: tuple[str, ...]
+    untied: tuple[str, ...]
+    files: Mapping[str, tuple[int, str]]
+
+    @staticmethod
+    def read(directory: Path) -> "Manifest":
+        """The manifest in a directory; WeightsError if it is none."""
+        path = directory / MANIFEST
+        fields = read_json(path, "it by running `autotp shard` again")
+        try:
+            files = {name: (int(size), str(sha)) for name, (size, sha) in fields["files"].items()}
+            lists = (tuple(fields["keys"]), tuple(fields["untied"]))
+            return Manifest(int(fields["tp"]), fields["dtype"], fields["job"], *lists, files)
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"{path}: is no manifest of shards ({error!r}). {_AGAIN}") from error
+
+    def write(self, directory: Path) -> None:
+        """Writes the manifest."""
+        write_text(directory / MANIFEST, json.dumps(asdict(self), indent=1) + "\n")
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return cast("torch.dtype", getattr(torch, self.dtype))
+
+
+@dataclass(slots=True)
+class Progress:
+    """The files of a job that are complete, noted beside them so that a killed one goes on."""
+
+    path: Path
+    job: str
+    files: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+
+    @staticmethod
+    def of(directory: Path, job: str) -> "Progress":
+        """What was done of a job; WeightsError if the directory holds the beginning of another."""
+        path = directory / f"{MANIFEST}.part"
+        if not path.is_file():
+            return Progress(path, job)
+        fields = read_json(path, "the directory by removing it")
+        if fields.get("job") != job:
+            raise WeightsError(
+                f"{directory}: holds {len(fields.get('files', {}))} files of another conversion, "
+                "or of a checkpoint that was changed since. Remove the directory, or choose another"
+            )
+        files = cast("dict[str, list[Any]]", fields["files"])
+        return Progress(path, job, {n: (int(size), str(sha)) for n, (size, sha) in files.items()})
+
+    def note(self, name: str, size: int, sha: str) -> None:
+        """Notes that a file is complete."""
+        self.files[name] = (size, sha)
+        self.save()
+
+    def save(self) -> None:
+        """Writes down what is complete."""
+        write_text(self.path, json.dumps({"job": self.job, "files": self.files}))
+
+    def has(self, directory: Path, name: str) -> bool:
+        """Whether a file is complete and as it was written."""
+        return name in self.files and is_whole_file(directory / name, *self.files[name])
+
+
+def is_sharded(directory: Path) -> bool:
+    """Whether a directory holds a checkpoint that was cut."""
+    return (directory / MANIFEST).is_file()
+
+
+def is_whole_file(path: Path, size: int, sha: str) -> bool:
+    """Whether a file has this size and SHA-256."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha
+
+
+def rank_file(rank: int, tp: int) -> str:
+    """The name of a rank's file."""
+    return f"rank-{rank:05d}-of-{tp:05d}.safetensors"
+
+
+def entries_of(
+    model: nn.Module, plan: Plan, rank: int, stored: Mapping[str, Stored]
+) -> list[Entry]:
+    """What a rank's file holds: its parts of the parameters, and the buffers that are stored."""
+    named = dict(model.named_parameters())
+    parts = [(n, named[n].dtype, r.shards[rank].shape) for n, r in plan.parameters.items()]
+    buffers = [(n, b.dtype, tuple(b.shape)) for n, b in model.named_buffers() if n in stored]
+    return laid_out([*parts, *buffers])
+
+
+def part_of(directory: Path, tp: int, rank: int) -> Checkpoint:
+    """What a rank reads of a directory that was cut; its tensors are under the model's keys.
+
+    Raises PlanError if it was cut for another tp, WeightsError if the file is not as written.
+    """
+    manifest = Manifest.read(directory)
+    if manifest.tp != tp:
+        raise PlanError(
+            f"{directory}: was cut for tp {manifest.tp}, and tp is {tp}. Join it first: autotp "
+            f"merge {directory} WHOLE; then load WHOLE, or cut it with autotp shard --tp {tp}."
+        )
+    path = directory / rank_file(rank, tp)
+    size, _ = manifest.files[path.name]
+    there = path.stat().st_size if path.is_file() else None
+    if there != size:
+        found = "is not there" if there is None else f"has {there} bytes"
+        raise WeightsError(f"{path}: {found}, and {size} were written. {_AGAIN}")
+    file = File(path)
+    tensors = {name: Written(file, entry) for name, entry in read_header(path).items()}
+    return Checkpoint(directory, (path,), tensors, (file,))
+
+
+def check_part(record: ParameterRecord, stored: Stored, rank: int) -> None:
+    """Refuses a rank's part that is not of the plan's shape."""
+    if stored.shape != record.shards[rank].shape:
+        raise WeightsError(
+            f"{stored.label}: has shape {list(stored.shape)}, and the plan gives rank {rank} "
+            f"{list(record.shards[rank].shape)}. {_AGAIN}"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file that appears under its name when it is complete."""
+    part = path.with_name(f"{path.name}.writing")
+    with writing(path):
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+
+
+def copy_beside(source: Path, target: Path, suffixes: tuple[str, ...], leave: set[str]) -> None:
+    """Copies what lies beside the weights: configurations, tokenizers, the model's own code."""
+    for path in sorted(source.iterdir()):
+        if path.suffix in suffixes and path.is_file() and path.name not in leave:
+            with writing(target / path.name):
+                shutil.copyfile(path, target / path.name)
+
+
+def write_tensors(writer: Writer, make: Callable[[Entry], Tensor]) -> tuple[int, str]:
+    """Writes what is left of a file; its size and SHA-256."""
+    try:
+        for entry in writer.entries[writer.done :]:
+            writer.write(make(entry))
+        return writer.finish()
+    finally:
+        writer.close()

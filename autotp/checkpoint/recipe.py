@@ -1,0 +1,261 @@
+"""How a tensor is made of others: recorded by running the maker on meta, read back box by box.
+
+A checkpoint's converters (stack the experts, join two of their weights, transpose) are code of
+Transformers. They are run as they are, on tensors without values, and each op is noted down. Any
+box of the result is then traced to boxes of what it was made of: a rank reads its own experts, or
+its own rows of every expert, and no more. An op that is not in the table below is run on whole
+tensors, one parameter at a time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, cast
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autotp.checkpoint.stored import Box, lengths, whole_box
+from autotp.errors import WeightsError
+
+__all__ = ["Recipes"]
+
+Read: TypeAlias = Callable[[Tensor, Box], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An op that was run: `index` tells which of its outputs a tensor is."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int
+
+
+class Recipes(TorchDispatchMode):
+    """The ops run in the block, by the tensors that they made.
+
+    `leaf(name, shape, dtype)` gives a tensor without values to run them on; `read(tensor, box)` the
+    values in a box of any tensor made from such, `leaves(tensor)` the names of what it is made of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: dict[int, _Step] = {}
+        self._names: dict[int, str] = {}
+        self._kept: list[Tensor] = []  # so that no identity is given twice
+        self._whole: dict[int, Sequence[Tensor]] = {}
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401  torch's own operator class
+        types: Any,  # noqa: ANN401  unused
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401  what the op returns
+        """Runs the op, and notes down what it made."""
+        if func._schema.is_mutable:
+            raise WeightsError(
+                f"{func}: a converter of the checkpoint writes into its tensors, which cannot be "
+                "traced. Load the model with Transformers, save it, and load what was saved."
+            )
+        made = func(*args, **(kwargs or {}))
+        outputs: Sequence[object] = [made] if isinstance(made, Tensor) else made
+        if isinstance(outputs, list | tuple):
+            for index, output in enumerate(outputs):
+                if isinstance(output, Tensor) and id(output) not in self._names:
+                    self._steps[id(output)] = _Step(func, args, kwargs or {}, index)
+                    self._kept.append(output)
+        return made
+
+    def leaf(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor without values that is called `name`."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self.name(tensor, name)
+        return tensor
+
+    def name(self, tensor: Tensor, name: str) -> None:
+        """Makes a tensor a leaf that is called `name`."""
+        self._names[id(tensor)] = name
+        self._kept.append(tensor)
+
+    def leaves(self, tensor: Tensor) -> list[str]:
+        """The names of the leaves that a tensor is made of, each once."""
+        found: dict[str, None] = {}
+        waiting = [tensor]
+        while waiting:
+            at = waiting.pop()
+            if id(at) in self._names:
+                found[self._names[id(at)]] = None
+            elif step := self._steps.get(id(at)):
+                inputs = pytree.tree_leaves((step.args, dict(step.kwargs)))
+                waiting.extend(x for x in reversed(inputs) if isinstance(x, Tensor))
+        return list(found)
+
+    def read(self, tensor: Tensor, box: Box, leaf: Callable[[str, Box], Tensor]) -> Tensor:
+        """The values in a box of `tensor`; `leaf(name, box)` gives those of leaves."""
+
+        def read(at: Tensor, part: Box) -> Tensor:
+            if 0 in lengths(part):
+                return torch.empty(lengths(part), dtype=at.dtype)
+            if id(at) in self._names:
+                return leaf(self._names[id(at)], part)
+            step = self._steps[id(at)]
+            rule = _RULES.get(step.op)
+            if rule is None:
+                return self._run(at, step, read)[tuple(slice(*span) for span in part)]
+            return rule(read, step, part)
+
+        return read(tensor, box)
+
+    def forget(self) -> None:
+        """Lets go of whole tensors that were made for ops without a rule."""
+        self._whole.clear()
+
+    def _run(self, tensor: Tensor, step: _Step, read: Read) -> Tensor:
+        """The op on whole tensors; its result is kept until `forget`."""
+        if id(tensor) not in self._whole:
+
+            def real(x: object) -> object:
+                if isinstance(x, torch.device):
+                    return torch.device("cpu")
+                return _like(x, read(x, whole_box(tuple(x.shape)))) if isinstance(x, Tensor) else x
+
+            args, kwargs = pytree.tree_map(real, (step.args, dict(step.kwargs)))
+            made = step.op(*args, **kwargs)
+            self._whole[id(tensor)] = [made] if isinstance(made, Tensor) else made
+        return self._whole[id(tensor)][step.index]
+
+
+def _like(meta: Tensor, found: Tensor) -> Tensor:
+    """The values in the strides that the op was recorded with: a view needs them."""
+    if found.stride() == meta.stride() or 0 in meta.stride():
+        return found
+    strided = torch.empty_strided(meta.shape, meta.stride(), dtype=found.dtype)
+    return strided.copy_(found)
+
+
+def _same(read: Read, step: _Step, box: Box) -> Tensor:
+    return read(step.args[0], box)
+
+
+def _cat(read: Read, step: _Step, box: Box) -> Tensor:
+    tensors = cast("Sequence[Tensor]", step.args[0])
+    dim = _argument(step, 1, "dim", 0) % len(box)
+    start, stop = box[dim]
+    found: list[Tensor] = []
+    at = 0
+    for tensor in tensors:
+        size = tensor.shape[dim]
+        first, last = max(start, at), min(stop, at + size)
+        if first < last:
+            found.append(read(tensor, _with(box, dim, (first - at, last - at))).clone())
+        at += size
+    return torch.cat(found, dim)
+
+
+def _stack(read: Read, step: _Step, box: Box) -> Tensor:
+    dim = _argument(step, 1, "dim", 0) % len(box)
+    rest = (*box[:dim], *box[dim + 1 :])
+    return torch.stack([read(step.args[0][k], rest).clone() for k in range(*box[dim])], dim)
+
+
+def _split(read: Read, step: _Step, box: Box) -> Tensor:
+    whole, sizes = step.args[:2]
+    dim = _argument(step, 2, "dim", 0) % len(box)
+    before = sizes * step.index if isinstance(sizes, int) else sum(sizes[: step.index])
+    return read(whole, _moved(box, dim, before))
+
+
+def _slice(read: Read, step: _Step, box: Box) -> Tensor:
+    dim = _argument(step, 1, "dim", 0) % len(box)
+    start = _argument(step, 2, "start", None) or 0
+    size: int = step.args[0].shape[dim]
+    start = min(start + size if start < 0 else start, size)
+    if _argument(step, 4, "step", 1) == 1:
+        return read(step.args[0], _moved(box, dim, start))
+    whole = read(step.args[0], _with(box, dim, (0, size)))
+    return step.op(whole, *step.args[1:], **step.kwargs).narrow(dim, *_part(box[dim]))
+
+
+def _select(read: Read, step: _Step, box: Box) -> Tensor:
+    whole, dim, index = step.args
+    dim %= whole.dim()
+    index %= whole.shape[dim]
+    return read(whole, (*box[:dim], (index, index + 1), *box[dim:])).squeeze(dim)
+
+
+def _unbind(read: Read, step: _Step, box: Box) -> Tensor:
+    dim = _argument(step, 1, "dim", 0) % (len(box) + 1)
+    span = (step.index, step.index + 1)
+    return read(step.args[0], (*box[:dim], span, *box[dim:])).squeeze(dim)
+
+
+def _transpose(read: Read, step: _Step, box: Box) -> Tensor:
+    a, b = (d % len(box) for d in step.args[1:3])
+    inner = list(box)
+    inner[a], inner[b] = inner[b], inner[a]
+    return read(step.args[0], tuple(inner)).transpose(a, b)
+
+
+def _turn(read: Read, step: _Step, box: Box) -> Tensor:
+    return read(step.args[0], box[::-1]).t()
+
+
+def _permute(read: Read, step: _Step, box: Box) -> Tensor:
+    order = [d % len(box) for d in step.args[1]]
+    inner = tuple(box[order.index(k)] for k in range(len(box)))
+    return read(step.args[0], inner).permute(order)
+
+
+def _squeeze(read: Read, step: _Step, box: Box) -> Tensor:
+    whole, dim = step.args
+    dim %= whole.dim()
+    if whole.shape[dim] != 1:
+        return read(whole, box)
+    return read(whole, (*box[:dim], (0, 1), *box[dim:])).squeeze(dim)
+
+
+def _unsqueeze(read: Read, step: _Step, box: Box) -> Tensor:
+    dim = step.args[1] % len(box)
+    return read(step.args[0], (*box[:dim], *box[dim + 1 :])).unsqueeze(dim)
+
+
+def _argument(step: _Step, place: int, name: str, default: Any) -> Any:  # noqa: ANN401
+    """An argument of an op, by its place or its name."""
+    return step.args[place] if len(step.args) > place else step.kwargs.get(name, default)
+
+
+def _with(box: Box, dim: int, span: tuple[int, int]) -> Box:
+    return (*box[:dim], span, *box[dim + 1 :])
+
+
+def _moved(box: Box, dim: int, by: int) -> Box:
+    return _with(box, dim, (box[dim][0] + by, box[dim][1] + by))
+
+
+def _part(span: tuple[int, int]) -> tuple[int, int]:
+    return span[0], span[1] - span[0]
+
+
+def _rules() -> Iterator[tuple[Any, Callable[[Read, _Step, Box], Tensor]]]:
+    aten = torch.ops.aten
+    for op in (aten.clone, aten.detach, aten.alias, aten.contiguous):
+        yield op.default, _same
+    yield aten.cat.default, _cat
+    yield aten.stack.default, _stack
+    yield aten.split.Tensor, _split
+    yield aten.split_with_sizes.default, _split
+    yield aten.slice.Tensor, _slice
+    yield aten.select.int, _select
+    yield aten.unbind.int, _unbind
+    yield aten.transpose.int, _transpose
+    yield aten.t.default, _turn
+    yield aten.permute.default, _permute
+    yield aten.squeeze.dim, _squeeze
+    yield aten.unsqueeze.default, _unsqueeze
+
+
+_RULES: Final = dict(_rules())

@@ -1,0 +1,191 @@
+"""A tensor on disk of which any box can be read: a [start, stop) in each dim.
+
+Only the box's own bytes are read, run by run, through one small buffer: nothing is mapped, so that
+pages of the file never count as this process's memory.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Final, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.layout import Entry
+from autotp.errors import WeightsError
+
+__all__ = ["Box", "File", "Pickled", "Stored", "Written", "blocks", "fill", "lengths", "whole_box"]
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+
+_BLOCK: Final = 1 << 20  # bytes read at a time
+_MARKS: Final = torch.empty(
+    _BLOCK // 2, dtype=torch.bool
+)  # of the elements of a block that are NaN
+_SHORT: Final = 16  # bytes of a run below which reading what lies between is quicker
+
+
+class Stored(Protocol):
+    """A tensor on disk: `label` names it and its file, as messages do."""
+
+    @property
+    def label(self) -> str:
+        """The tensor and the file, e.g. `tensor norm.weight of model.safetensors`."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype on disk."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The whole shape on disk."""
+        ...
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in a box of at most a MB, valid until the next read."""
+        ...
+
+
+class File:
+    """A file that parts are read from, with the buffer they are read through."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._opened: int | None = None
+        self._buffer: Tensor | None = None
+
+    def read(self, runs: list[int], length: int, label: str) -> Tensor:
+        """The bytes of runs of `length` bytes that begin at these places, one after another."""
+        if self._opened is None:
+            self._opened = os.open(self.path, os.O_RDONLY)
+        size = length * len(runs)
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = torch.empty(max(size, _BLOCK), dtype=torch.uint8)
+        view = self._buffer.numpy().data
+        for k, start in enumerate(runs):
+            _read_all(self._opened, view[k * length : (k + 1) * length], start, label)
+        return self._buffer[:size]
+
+    def close(self) -> None:
+        """Closes the file and lets the buffer go."""
+        if self._opened is not None:
+            with suppress(OSError):
+                os.close(self._opened)
+        self._opened = self._buffer = None
+
+
+class Written:
+    """A tensor of a safetensors file."""
+
+    def __init__(self, file: File, entry: Entry) -> None:
+        self._file, self.entry = file, entry
+        self.label = f"tensor {entry.name} of {file.path}"
+        self.dtype, self.shape = entry.dtype, entry.shape
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in a box of at most a MB, valid until the next read."""
+        cut = max((k for k, span in enumerate(box) if span != (0, self.shape[k])), default=0)
+        size = self.dtype.itemsize
+        run = prod(lengths(box)[cut:]) * size
+        wide = (*box[:cut], *((0, n) for n in self.shape[cut:]))
+        if cut and run < _SHORT and prod(lengths(wide)) * size <= _BLOCK:
+            # what lies between short runs is read too, in one go
+            whole = self.read(wide)
+            return whole.narrow(cut, box[cut][0], box[cut][1] - box[cut][0])
+        places = [self.entry.start + at * size for at in self._starts(box, cut)]
+        return self._file.read(places, run, self.label).view(self.dtype).view(lengths(box))
+
+    def _starts(self, box: Box, cut: int) -> list[int]:
+        """The elements at which runs begin, where dims after `cut` are whole."""
+        strides = [prod(self.shape[k + 1 :]) for k in range(len(self.shape))]
+        starts = [0]
+        for k in range(cut):
+            starts = [s + i * strides[k] for s in starts for i in range(*box[k])]
+        return [s + box[cut][0] * strides[cut] for s in starts] if box else starts
+
+
+class Pickled:
+    """A tensor of a file of torch.save, mapped into memory by torch.load."""
+
+    def __init__(self, path: Path, name: str, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.label = f"tensor {name} of {path}"
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in a box."""
+        return self.tensor[tuple(slice(*span) for span in box)]
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box that holds all of a shape."""
+    return tuple((0, n) for n in shape)
+
+
+def lengths(box: Box) -> tuple[int, ...]:
+    """The shape of what is in a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def fill(out: Tensor, stored: Stored, box: Box) -> None:
+    """Reads a box into `out`, block by block, converted to its dtype.
+
+    Raises WeightsError for NaN, or where the file ends too early.
+    """
+    for part in blocks(lengths(box), stored.dtype.itemsize):
+        inner = tuple((a + s, a + e) for (a, _), (s, e) in zip(box, part, strict=True))
+        found = stored.read(inner)
+        _check_numbers(found, stored, inner)
+        out[tuple(slice(*span) for span in part)].copy_(found)
+
+
+def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Boxes of at most 1 MB that make up a shape, in order."""
+    if 0 in shape:
+        return
+    yield from _blocks(shape, itemsize, 0)
+
+
+def _blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
+    row = prod(shape[dim + 1 :]) * itemsize
+    if dim == len(shape) or shape[dim] * row <= _BLOCK:
+        yield tuple((0, n) for n in shape[dim:])
+        return
+    step = max(1, _BLOCK // row)
+    for start in range(0, shape[dim], step):
+        stop = min(start + step, shape[dim])
+        inner = (tuple((0, n) for n in shape[dim + 1 :]),)
+        for rest in inner if row <= _BLOCK else _blocks(shape, itemsize, dim + 1):
+            yield ((start, stop), *rest)
+
+
+def _read_all(opened: int, view: memoryview, start: int, label: str) -> None:
+    while view:
+        got = os.preadv(opened, [view], start)
+        if got == 0:
+            raise WeightsError(
+                f"{label}: the file ends at byte {start}, {len(view)} bytes too early. Copy or "
+                "download it again, and leave it alone while it is read."
+            )
+        view, start = view[got:], start + got
+
+
+def _check_numbers(found: Tensor, stored: Stored, box: Box) -> None:
+    if not found.is_floating_point() or found.dtype.itemsize == 1:
+        return
+    marks = _MARKS[: found.numel()].view(found.shape) if found.numel() <= len(_MARKS) else None
+    marks = torch.ne(found, found, out=marks)
+    if marks.any():
+        raise WeightsError(
+            f"{stored.label}: {int(marks.sum())} of the {found.numel()} values in {_told(box)} are "
+            "NaN, and every output would be. Download or save the checkpoint again."
+        )
+
+
+def _told(box: Box) -> str:
+    return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"

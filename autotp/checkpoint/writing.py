@@ -1,0 +1,150 @@
+"""Files that appear when they are complete: written under another name, then renamed."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import torch
+from torch import Tensor
+
+from autotp.checkpoint.layout import Entry, header_of
+from autotp.errors import WeightsError
+
+__all__ = ["METADATA", "Writer", "check_space", "draft", "publish", "writing"]
+
+METADATA: Final = {"format": "pt"}
+_BLOCK: Final = 4 << 20
+
+
+class Writer:
+    """A safetensors file that is written tensor by tensor, in the order of its `entries`.
+
+    Constraints: it has another name until `finish`; a file begun before is gone on with, from its
+    last whole tensor, if `resume` and its header is the same.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], *, resume: bool = False) -> None:
+        self.path, self.entries = path, list(entries)
+        self._part = path.with_name(f"{path.name}.part")
+        self._header = header_of(entries, METADATA)
+        self._hash = hashlib.sha256()
+        self.done = 0
+        with writing(self._part):
+            self._file: BinaryIO = self._part.open("r+b" if self._can_resume(resume) else "w+b")
+            if self._file.seek(0, os.SEEK_END):
+                self._go_on()
+            else:
+                self._put(self._header)
+
+    def write(self, tensor: Tensor) -> None:
+        """Writes the next tensor, which must be of the next entry's shape and dtype."""
+        entry = self.entries[self.done]
+        assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
+        with writing(self.path, f"tensor {entry.name}"):
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            for start in range(0, len(data), _BLOCK):
+                self._put(data[start : start + _BLOCK])
+            self._file.flush()
+        self.done += 1
+
+    def finish(self) -> tuple[int, str]:
+        """Gives the file its name; its size and SHA-256."""
+        assert self.done == len(self.entries), f"{self.done} of {len(self.entries)} tensors"
+        with writing(self.path):
+            size = self._file.tell()
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._part.replace(self.path)
+        return size, self._hash.hexdigest()
+
+    def close(self) -> None:
+        """Closes the file; what was written stays under its other name."""
+        self._file.close()
+
+    def _can_resume(self, resume: bool) -> bool:
+        if not resume or not self._part.is_file():
+            return False
+        with self._part.open("rb") as file:
+            return file.read(len(self._header)) == self._header
+
+    def _go_on(self) -> None:
+        """Finds the last whole tensor of what is there, and takes it into the hash."""
+        begin, size = len(self._header), self._file.tell()
+        whole = [entry for entry in self.entries if begin + entry.stop <= size]
+        stop = begin + max((entry.stop for entry in whole), default=0)
+        self.done = len(whole)
+        self._file.truncate(stop)
+        self._file.seek(0)
+        left = stop
+        while left:
+            block = self._file.read(min(left, _BLOCK))
+            self._hash.update(block)
+            left -= len(block)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+
+
+@contextmanager
+def writing(path: Path, what: str = "") -> Generator[None]:
+    """Errors of the system in the block become one WeightsError, which names file and tensor."""
+    try:
+        yield
+    except OSError as error:
+        told = f" of {what}" if what else ""
+        free = shutil.disk_usage(_existing(path)).free
+        raise WeightsError(
+            f"{path}: cannot be written{told}: {error.strerror or error} ({_megabytes(free)} are "
+            "free there). Free space or choose another directory; nothing was left under this name."
+        ) from error
+
+
+@contextmanager
+def draft(directory: Path) -> Generator[Path]:
+    """A directory inside of `directory` to write into; it is gone at the end of the block."""
+    made = not directory.exists()
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        inner = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
+    try:
+        yield inner
+    except BaseException:
+        shutil.rmtree(inner, ignore_errors=True)
+        if made and not any(directory.iterdir()):
+            directory.rmdir()
+        raise
+    shutil.rmtree(inner, ignore_errors=True)
+
+
+def publish(inner: Path, last: str = "") -> None:
+    """Moves the files of a draft to where they belong, the one called `last` after the others."""
+    files = sorted(inner.iterdir(), key=lambda path: (path.name == last, path.name))
+    for file in files:
+        with writing(inner.parent / file.name):
+            file.replace(inner.parent / file.name)
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """Refuses to begin what will not fit."""
+    free = shutil.disk_usage(_existing(directory)).free
+    if free < needed:
+        raise WeightsError(
+            f"{directory}: {_megabytes(needed)} are to be written, {_megabytes(free)} are free. "
+            "Free space or choose another directory; nothing was written."
+        )
+
+
+def _existing(path: Path) -> Path:
+    absolute = path.absolute()
+    return next(p for p in (absolute, *absolute.parents) if p.exists())
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

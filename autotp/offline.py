@@ -1,0 +1,234 @@
+"""A checkpoint cut into a file a rank, and joined again: no group, one tensor in memory at a time.
+
+Both go on where they were stopped: a file that is complete is known by its size and hash, one that
+was begun is gone on with after its last whole tensor.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from autotp.checkpoint.directory import Checkpoint
+from autotp.checkpoint.hollow import fill_buffers, hollow
+from autotp.checkpoint.incoming import mark_used
+from autotp.checkpoint.layout import Entry
+from autotp.checkpoint.outgoing import Outgoing, outgoing
+from autotp.checkpoint.parts import (
+    MANIFEST,
+    PLAN,
+    Manifest,
+    Progress,
+    copy_beside,
+    entries_of,
+    part_of,
+    rank_file,
+    write_tensors,
+    write_text,
+)
+from autotp.checkpoint.reading import part, read_buffers, read_local, shown
+from autotp.checkpoint.stored import Stored
+from autotp.checkpoint.writing import Writer, check_space, writing
+from autotp.core.plan import Plan
+from autotp.core.split import Split
+from autotp.errors import PlanError
+from autotp.loading import opened, prepared, stored_dtype
+from autotp.options import Keywords
+from autotp.pipeline import planned
+from autotp.run.blocks import join
+from autotp.run.group import resolve
+
+__all__ = ["merge", "shard"]
+
+_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+
+
+def shard(
+    directory: str | Path,
+    output: str | Path,
+    tp: int,
+    *,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
+    allow_extra: bool = False,
+    **options: Unpack[Keywords],
+) -> Plan:
+    """Writes a file a rank into `output`, which `from_pretrained` reads at the same tp; the plan.
+
+    Keywords are those of `from_pretrained`. Run again after an interruption, it goes on.
+
+    Raises as `from_pretrained` does; WeightsError if `output` holds another conversion.
+    """
+    source, target = Path(directory), Path(output)
+    with opened(source) as checkpoint:
+        found = stored_dtype(checkpoint)
+        model = hollow(source, dtype=dtype, otherwise=found, trust_remote_code=trust_remote_code)
+        ties = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+        ties -= {n for n, _ in model.named_parameters()}
+        tensors = prepared(model, checkpoint, allow_extra=allow_extra)
+        untied = sorted(ties & {n for n, _ in model.named_parameters()})
+        where = resolve(tp, rank=0)
+        options.setdefault("training", False)
+        _, made = planned(where, model, **options)
+        plan = made.plan
+        job = _hash([plan.hash, str(_dtype_of(model)), *map(_state, checkpoint.files)])
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
+        files = _cut(model, tensors, plan, target, job)
+    keys = tuple(sorted(checkpoint.tensors))
+    write_text(target / PLAN, plan.to_json())
+    copy_beside(source, target, _BESIDE, {MANIFEST, PLAN, *_indexes(source)})
+    name = str(_dtype_of(model)).removeprefix("torch.")
+    Manifest(tp, name, job, keys, tuple(untied), files).write(target)
+    (target / f"{MANIFEST}.part").unlink(missing_ok=True)
+    return plan
+
+
+def merge(
+    directory: str | Path,
+    output: str | Path,
+    *,
+    max_shard_size: int | str = "50GB",
+    trust_remote_code: bool = False,
+) -> None:
+    """Joins what `shard` wrote into one checkpoint, as the model's save_pretrained would write it.
+
+    Run again after an interruption, it goes on. Raises WeightsError for files that are not as they
+    were written.
+    """
+    source, target = Path(directory), Path(output)
+    manifest = Manifest.read(source)
+    plan = Plan.from_json(source / PLAN)
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(part_of(source, plan.tp, r)) for r in range(plan.tp)]
+        model = hollow(source, dtype=manifest.torch_dtype(), trust_remote_code=trust_remote_code)
+        part(model, list(manifest.untied))
+        mark_used(model, manifest.keys)
+        fill_buffers(model, read_buffers(model, ranks[0].tensors))
+        saved = outgoing(model, max_shard_size)
+        with writing(target):
+            target.mkdir(parents=True, exist_ok=True)
+        _join(model, plan, ranks, saved, target, _hash([manifest.job, str(max_shard_size)]))
+    copy_beside(source, target, _BESIDE, {MANIFEST, PLAN})
+    if saved.index:
+        text = json.dumps(saved.index, indent=2, sort_keys=True) + "\n"
+        write_text(target / saved.index_name, text)
+    (target / f"{MANIFEST}.part").unlink(missing_ok=True)
+
+
+def _cut(
+    model: nn.Module, tensors: dict[str, Stored], plan: Plan, target: Path, job: str
+) -> dict[str, tuple[int, str]]:
+    """Writes the ranks' files that are not there yet; size and hash of all."""
+    progress = _progress(target, job)
+    records, named = plan.parameters, dict(model.named_parameters()) | dict(model.named_buffers())
+    total = sum(s.bytes for record in records.values() for s in record.shards)
+    missing = [r for r in range(plan.tp) if not progress.has(target, rank_file(r, plan.tp))]
+    check_space(target, total * len(missing) // plan.tp - _begun(target))
+    with shown("cutting weights", total) as bar:
+        for rank in range(plan.tp):
+            entries = entries_of(model, plan, rank, tensors)
+
+            def make(entry: Entry, rank: int = rank) -> Tensor:
+                record = records.get(entry.name)
+                names = (entry.name, *(record.tied if record else ()))
+                out = torch.empty(entry.shape, dtype=named[entry.name].dtype)
+                read_local(out, next(tensors[n] for n in names if n in tensors), record, rank)
+                bar.advance(bar.task_ids[0], entry.stop - entry.start)
+                return out
+
+            if rank in missing:
+                path = target / rank_file(rank, plan.tp)
+                progress.note(path.name, *write_tensors(Writer(path, entries, resume=True), make))
+    return progress.files
+
+
+def _join(
+    model: nn.Module,
+    plan: Plan,
+    ranks: list[Checkpoint],
+    saved: Outgoing,
+    target: Path,
+    job: str,
+) -> None:
+    progress = _progress(target, job)
+    buffers, held = dict(model.named_buffers()), dict[str, Tensor]()
+    done = saved.last_uses()
+    check_space(target, saved.size() - _begun(target))
+    names = {alias: r.name for r in plan.parameters.values() for alias in (r.name, *r.tied)}
+    with shown("joining weights", saved.size()) as bar:
+
+        def make(entry: Entry) -> Tensor:
+            for name in saved.needed(entry.name):
+                if name not in held:
+                    own = names.get(name, name)
+                    held[name] = buffers[name] if name in buffers else _whole(own, plan, ranks)
+            made = saved.made(entry.name, held)
+            for name in done.get(entry.name, ()):
+                held.pop(name, None)
+            bar.advance(bar.task_ids[0], entry.stop - entry.start)
+            return made
+
+        for name, entries in saved.files.items():
+            if not progress.has(target, name):
+                writer = Writer(target / name, entries, resume=True)
+                progress.note(name, *write_tensors(writer, make))
+            held.clear()
+
+
+def _whole(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
+    record = plan.parameters[name]
+    parts: list[Tensor] = []
+    for own in ranks if record.dim is not None else ranks[:1]:
+        stored = own.tensors[name]
+        parts.append(torch.empty(stored.shape, dtype=stored.dtype))
+        read_local(parts[-1], stored, None, 0)
+    return parts[0] if record.dim is None else join(parts, record.dim, Split.decode(record.split))
+
+
+def _progress(target: Path, job: str) -> Progress:
+    """What is done of a job; files that belong to no job are left alone, and refused."""
+    progress = Progress.of(target, job)
+    if (target / MANIFEST).is_file():
+        whole = Manifest.read(target)
+        if whole.job != job:
+            raise PlanError(
+                f"{target}: holds {len(whole.files)} files for tp {whole.tp} of another "
+                "conversion, or of a checkpoint that was changed since. Choose another directory."
+            )
+        progress.files.update(whole.files)
+    elif not progress.path.is_file() and any(target.glob("*.safetensors")):
+        raise PlanError(
+            f"{target}: holds {len(list(target.glob('*.safetensors')))} files of weights that are "
+            "not of this conversion. Choose another directory."
+        )
+    progress.save()
+    return progress
+
+
+def _begun(target: Path) -> int:
+    """The bytes of files that were begun."""
+    return sum(path.stat().st_size for path in target.glob("*.safetensors*.part"))
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _indexes(source: Path) -> set[str]:
+    return {path.name for path in source.glob("*.index.json")}
+
+
+def _state(path: Path) -> str:
+    """A file as it is now, without reading it."""
+    found = path.stat()
+    return f"{path.name} {found.st_size} {found.st_mtime_ns}"
+
+
+def _hash(lines: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,109 @@
+"""What ranks tell each other outside of graphs: that something failed, and whole tensors."""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autotp import errors
+from autotp.core.plan import ParameterRecord
+from autotp.core.split import Split
+from autotp.errors import AutotpError, WeightsError
+from autotp.run.blocks import join
+from autotp.run.group import Group, exists, process_group
+
+__all__ = ["as_one", "gathered", "texts"]
+
+
+@contextmanager
+def as_one(group: Group) -> Generator[None]:
+    """What raises on one rank in the block raises on all at its end, with one message.
+
+    Constraints:
+    - All ranks must enter the block, and none may communicate in it: others may have left it.
+    - An error that is not autotp's is raised as it is where it arose, and told to the others.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  it is raised below, once all ranks know
+        failure = error
+    told = texts(group, "" if failure is None else f"{type(failure).__name__}\0{failure}")
+    first = next(((rank, text) for rank, text in enumerate(told) if text), None)
+    if failure is not None and not isinstance(failure, AutotpError):
+        raise failure
+    if first is not None:
+        raise _error(*first) from failure
+
+
+def texts(group: Group, text: str) -> list[str]:
+    """What each rank of the group says, by rank; alone, only one's own."""
+    if not exists(group.name):
+        return [text]
+    data = text.encode()
+    sizes = _rows(group, torch.tensor([len(data)])).flatten().tolist()
+    if max(sizes) == 0:
+        return [""] * group.size
+    padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    rows = _rows(group, padded)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]
+
+
+def gathered(
+    group: Group, local: Tensor, record: ParameterRecord | None, *, to_all: bool
+) -> Tensor | None:
+    """The whole tensor of which each rank has a part, on the CPU of rank 0, or of all ranks.
+
+    Constraints:
+    - Every rank must call it. `record` None: every rank has all of it.
+    - Rank 0 holds the whole and the parts at once, and nothing else of the model.
+    """
+    if record is None or record.dim is None or group.size == 1:
+        return local.detach().cpu() if to_all or group.rank == 0 else None
+    whole = _joined(group, local.detach(), record)
+    if not to_all:
+        return whole
+    if whole is None:
+        whole = torch.empty(record.shape, dtype=local.dtype)
+    data = _bytes(whole).to(group.device)
+    dist.broadcast(data, group=process_group(group.name), group_src=0)
+    return whole if group.rank == 0 else data.cpu().view(local.dtype).view(record.shape)
+
+
+def _joined(group: Group, local: Tensor, record: ParameterRecord) -> Tensor | None:
+    """The whole on rank 0, to which the others send their parts."""
+    ranks = process_group(group.name)
+    if group.rank:
+        dist.send(_bytes(local).to(group.device), group=ranks, group_dst=0)
+        return None
+    parts = [local.cpu()]
+    for rank in range(1, group.size):
+        shape = record.shards[rank].shape
+        part = torch.empty(shape, dtype=local.dtype, device=group.device)
+        dist.recv(part.view(-1).view(torch.uint8), group=ranks, group_src=rank)
+        parts.append(part.cpu())
+    assert record.dim is not None
+    return join(parts, record.dim, Split.decode(record.split)).contiguous()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _rows(group: Group, local: Tensor) -> Tensor:
+    ops = torch.ops._c10d_functional
+    gather: Callable[..., Tensor] = ops.all_gather_into_tensor
+    found: Tensor = ops.wait_tensor(gather(local.to(group.device), group.size, group.name))
+    return found.cpu().view(group.size, -1)
+
+
+def _error(rank: int, text: str) -> Exception:
+    kind, _, message = text.partition("\0")
+    kinds: Mapping[str, Any] = vars(errors)
+    known = kinds.get(kind)
+    if isinstance(known, type) and issubclass(known, AutotpError):
+        return known(message)
+    return WeightsError(f"rank {rank} failed: {kind}: {message}")

@@ -1,0 +1,28 @@
+"""A rank's parts of the parameters of a model that is whole in this process."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from autotp.core.plan import Plan
+from autotp.core.split import Split
+from autotp.run.blocks import take
+from autotp.run.group import Group
+from autotp.whole import check_values
+
+__all__ = ["cut"]
+
+
+def cut(
+    parameters: Mapping[str, Tensor], plan: Plan, where: Group, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """What a rank holds of each parameter, copied to `device`."""
+    for name, whole in parameters.items():
+        record = plan.parameters[name]
+        check_values(name, whole, device)
+        local = whole.detach()
+        if record.dim is not None:
+            split = Split.decode(record.split)
+            local = take(local, record.dim, split, where.rank, where.size)
+        yield name, local.to(device, copy=True).contiguous()

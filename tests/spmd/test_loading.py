@@ -1,0 +1,156 @@
+"""Loading and saving by real processes: each rank its slices, the whole written together."""
+
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+
+import autotp
+from autotp.errors import AutotpError
+from tests.checkpoints import FAULTS, IDS, saved
+from tests.spmd.pool import Pool
+
+Pools = Callable[[int], Pool]
+
+
+def outputs(found: Any) -> torch.Tensor:
+    """The first output of a model."""
+    return found[0].detach()
+
+
+def loaded(rank: int, world: int, directory: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What a loaded model returns, and its buffers."""
+    model = autotp.from_pretrained(directory, world)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return outputs(model(input_ids=IDS)), buffers
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "size"),
+    [
+        ("tied", 2, "20KB"),
+        ("qwen2_moe", 2, "20KB"),
+        ("bert", 2, "50GB"),
+        ("gpt2", 2, "50GB"),
+    ],
+)
+def test_a_loaded_model_is_the_whole_one(
+    kind: str, world: int, size: str, pool: Pools, tmp_path: Path
+) -> None:
+    whole = saved(kind, tmp_path, size)
+    with torch.no_grad():
+        expected = outputs(whole(input_ids=IDS))
+    real = dict(whole.named_buffers())
+    for found, buffers in pool(world).run(loaded, str(tmp_path)):
+        torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
+
+        assert all(torch.equal(real[n], b) for n, b in buffers.items() if n in real)
+        assert not real.keys() - buffers.keys()
+
+
+def saved_again(rank: int, world: int, directory: str, target: str, size: str) -> dict[str, Any]:
+    """Loads, saves, and gathers; what each rank has of the whole state."""
+    model = autotp.from_pretrained(directory, world)
+    model.save_pretrained(target, max_shard_size=size)
+    return {"rank 0": model.full_state_dict(rank0_only=True), "all": model.full_state_dict()}
+
+
+@pytest.mark.parametrize(("kind", "size"), [("tied", "20KB"), ("mixtral", "50GB")])
+def test_a_saved_model_is_the_one_that_transformers_saves(
+    kind: str, size: str, pool: Pools, tmp_path: Path
+) -> None:
+    """At tp 2 it is saved, file for file and byte for byte; at tp 4 it is loaded again."""
+    source, target, plain = (tmp_path / name for name in ("source", "target", "plain"))
+    whole = saved(kind, source)
+    whole.save_pretrained(plain, max_shard_size=size)
+    first, second = pool(2).run(saved_again, str(source), str(target), size)
+    state = whole.state_dict()
+
+    assert contents(plain) == contents(target)
+    assert {} == second["rank 0"]
+    for found in (first["rank 0"], first["all"], second["all"]):
+        assert state.keys() == found.keys()
+        assert all(torch.equal(state[name], found[name]) for name in state)
+
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert all(torch.equal(state[n], t) for n, t in again.state_dict().items())
+
+    if kind == "tied":
+        return
+    with torch.no_grad():
+        expected = outputs(whole(input_ids=IDS))
+    for found, _ in pool(4).run(loaded, str(target)):
+        torch.testing.assert_close(expected, found, rtol=1e-4, atol=1e-5)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}
+
+
+def refused(rank: int, world: int, directory: str) -> str:
+    """The error of a rank that loads."""
+    try:
+        autotp.from_pretrained(directory, world)
+    except AutotpError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_error_on_all_ranks(fault: str, pool: Pools, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    edit, said = FAULTS[fault]
+    edit(tmp_path)
+    found = pool(2).run(refused, str(tmp_path), timeout=60)
+
+    assert [found[0]] * 2 == found
+    with pytest.raises(AutotpError, match=said):
+        raise AutotpError(found[0])
+
+
+def full_disk(rank: int, world: int, directory: str, target: str, limit: int) -> str:
+    """The error of a rank that saves where rank 0 may write only so many bytes a file."""
+    model = autotp.from_pretrained(directory, world)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        model.save_pretrained(target)
+    except AutotpError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    return ""
+
+
+def test_a_full_disk_leaves_what_was_there(pool: Pools, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    saved("llama", source)
+    found = pool(2).run(full_disk, str(source), str(target), 40_000, timeout=60)
+
+    assert found[0] == found[1]
+    assert "model.safetensors: cannot be written of tensor model.layers" in found[0]
+    assert not target.exists()
+
+    saved("tied", target)
+    before = contents(target)
+    found = pool(2).run(full_disk, str(source), str(target), 40_000, timeout=60)
+
+    assert "cannot be written" in found[1]
+    assert before == contents(target)
+
+
+def test_no_rank_is_asked_for_a_class_of_its_own(tmp_path: Path) -> None:
+    """The smallest group: one process, no group at all."""
+    whole = saved("bert", tmp_path)
+    alone = autotp.from_pretrained(tmp_path, 1)
+
+    assert isinstance(alone, AutoModel.from_pretrained(tmp_path).__class__)
+    assert torch.equal(outputs(whole(input_ids=IDS)), outputs(alone(input_ids=IDS)))
