@@ -179,6 +179,29 @@ class Writing(torch.autograd.Function):
         return gradient
 
 
+class Rooted(torch.autograd.Function):
+    """A root, which the random numbers that a function is tried on have none of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient / (4 * x.clamp(min=0.25)).sqrt()
+
+
+class Bounded(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(cast("Tensor", Rooted.apply(self.up(x).square() + 0.01)))
+
+
+def test_a_function_that_gives_nan_for_random_numbers_draws_none() -> None:
+    assert autotp.verify(Bounded(), 2, example_inputs={"x": batch()}, training=True).ok
+
+
 @pytest.mark.parametrize(
     ("function", "reason"),
     [(Drawing, "it draws random numbers"), (Writing, "it (writes to|does not run)")],
