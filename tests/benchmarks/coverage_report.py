@@ -35,7 +35,12 @@ def report(rows: Iterable[Row], wanted: list[Key]) -> str:
     known = sorted(rows, key=lambda row: (*_order(row, wanted), row["tp"]))
     commits = ", ".join(dict.fromkeys(f"`{row['commit']}`" for row in known)) or "none"
     parts = [HEAD.format(count=len(wanted), commits=commits), *_summary(known, wanted)]
-    parts += [*_failures(known), *_unruled(known), "\n## All types", TABLE]
+    parts += [*_failures(known), *_whole(known)]
+    parts += [*_ops(known, "unruled", "Ops without a rule", "They act whole.")]
+    parts += [
+        *_ops(known, "discovered", "Rules found by running ops", "No row is written for them.")
+    ]
+    parts += ["\n## All types", TABLE]
     return "\n".join([*parts, *map(_line, known)])
 
 
@@ -78,14 +83,25 @@ def _failures(rows: list[Row]) -> list[str]:
     return ["\n## What fails\n", *(lines or ["Nothing."])]
 
 
-def _unruled(rows: list[Row]) -> list[str]:
-    """The ops without a rule, and the types that have them."""
+def _whole(rows: list[Row]) -> list[str]:
+    """The types of which more than a tenth stays whole, with the largest such parameters."""
+    lines = ["\n## Where more than 10 % stays whole\n"]
+    for row in rows:
+        if row["tp"] == 4 and _needlessly(row) > 0.1:
+            used = [f"{_cell(x)[:200]} …" for x in row.get("largest", ()) if "unused:" not in x]
+            lines += [f"- **{row['type']}** ({row['task']}, {_needlessly(row):.0%})"]
+            lines += [f"    - {text}" for text in used[:3]]
+    return lines
+
+
+def _ops(rows: list[Row], key: str, title: str, said: str) -> list[str]:
+    """The ops that rows list under `key`, and the types that have them."""
     found: dict[str, set[str]] = defaultdict(set)
     for row in rows:
-        for op in row.get("unruled", ()):
+        for op in row.get(key, ()):
             found[op].add(row["type"])
     lines = [f"- `{op}`: {', '.join(sorted(found[op]))}" for op in sorted(found)]
-    return ["\n## Ops without a rule\n", "They act whole.\n", *(lines or ["None."])]
+    return [f"\n## {title}\n", f"{said}\n", *(lines or ["None."])]
 
 
 def _line(row: Row) -> str:
