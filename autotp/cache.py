@@ -12,6 +12,7 @@ No class of cache is named here, nor one of model.
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Literal, TypeAlias, cast
 
 import torch
@@ -78,8 +79,7 @@ class CacheSpec:
 
     def __str__(self) -> str:
         """The class with a mark of all else, equal in all processes: `DynamicCache#1f0c`."""
-        name = self.what.__name__ if isinstance(self.what, type) else self.kind
-        return f"{name}#{hashlib.sha1(_text(self).encode()).hexdigest()[:8]}"
+        return _mark(self)
 
     def __repr__(self) -> str:
         """The same: a tree of many layers is not to be read."""
@@ -301,6 +301,12 @@ def _filled(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: A
         old[:] = [_filled(o, item, leaves) for o, item in zip(old, spec.items, strict=True)]
         return old
     return _made(spec, leaves)
+
+
+@lru_cache(maxsize=256)
+def _mark(spec: CacheSpec) -> str:
+    name = spec.what.__name__ if isinstance(spec.what, type) else spec.kind
+    return f"{name}#{hashlib.sha1(_text(spec).encode()).hexdigest()[:8]}"
 
 
 def _text(spec: CacheSpec) -> str:

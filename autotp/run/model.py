@@ -66,6 +66,7 @@ class State:
 
     - `mode`: of the whole model and its submodules, as of the last call that was not compiled.
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
+    - `modules`, `flags`: all modules, and which of them trained when `mode` was noted.
     """
 
     plan: Plan
@@ -76,11 +77,20 @@ class State:
     store: Store | None = None
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
     imagined: bool = False
+    modules: tuple[nn.Module, ...] = ()
+    flags: tuple[bool, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
         """A state that shares plans, variants and the maker, and can grow on its own."""
         variants = {key: list(found) for key, found in self.variants.items()}
-        return replace(self, variants=variants)
+        return replace(self, variants=variants, modules=(), flags=())
+
+    def note_mode(self, model: nn.Module) -> None:
+        """Learns in which mode the model and its modules are now."""
+        self.modules = self.modules or tuple(model.modules())
+        flags = tuple([module.training for module in self.modules])
+        if flags != self.flags:
+            self.flags, self.mode = flags, mode_of(model)
 
     def __str__(self) -> str:
         """Whose part it is: `rank 1 of 4`."""
@@ -204,7 +214,15 @@ class ShardedModel(Baked):
         signature = Signature.of(module)
         module.__class__ = model_class(type(module))
         part = cast("ShardedModel", module)
-        state = replace(self.sharded_state, plan=plan, more=more, mode=mode_of(part), variants={})
+        state = replace(
+            self.sharded_state,
+            plan=plan,
+            more=more,
+            mode=mode_of(part),
+            variants={},
+            modules=(),
+            flags=(),
+        )
         part.sharded_state, part.sharded_signature = state, signature
         return part
 
@@ -284,7 +302,7 @@ class ShardedModel(Baked):
 
     def _key(self, inputs: Mapping[str, Any]) -> str:
         if not torch.compiler.is_compiling():  # a compiler guards on the words, not on each module
-            self.sharded_state.mode = mode_of(self)
+            self.sharded_state.note_mode(self)
         return key_of(self.sharded_signature.model, inputs, self.sharded_state.mode)
 
     def _known(self, key: str | None) -> Variant:
