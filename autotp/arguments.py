@@ -10,7 +10,7 @@ from autotp.models import preset_names
 
 __all__ = ["parsed"]
 
-_COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge"}
+_COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge", "generate"}
 _STRICT = "an op without a rule, or more than 10 %% of the bytes whole, is an error"
 
 
@@ -69,7 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     shard = commands.add_parser("shard", help="cut a checkpoint into a file a rank")
     merge = commands.add_parser("merge", help="join what shard wrote into one checkpoint")
     _add_conversion(shard, merge)
-    for command in (plan, dry_run, verify, rules, shard, merge):
+    generate = commands.add_parser("generate", help="text from a checkpoint, cut over processes")
+    _add_generation(generate)
+    for command in (plan, dry_run, verify, rules, shard, merge, generate):
         command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
         command.add_argument("--debug", action="store_true", help="show where an error arose")
     return parser
@@ -86,6 +88,23 @@ def _add_conversion(shard: argparse.ArgumentParser, merge: argparse.ArgumentPars
     _add_override(shard)
     size = "largest size of a file (default 50GB)"
     merge.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help=size)
+
+
+def _add_generation(parser: argparse.ArgumentParser) -> None:
+    """Adds what `generate` takes."""
+    parser.add_argument("directory", metavar="DIR", help="the checkpoint to read")
+    parser.add_argument("--tp", type=_ranks, required=True, metavar="N", help="number of ranks")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", metavar="TEXT", help="what to go on from")
+    asked.add_argument("--ids", type=_numbers, metavar="N,N", help="the same as numbers of words")
+    most = "most new tokens (default 64)"
+    parser.add_argument("--max-new-tokens", type=_count, default=64, metavar="N", help=most)
+    parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn")
+    drawn = "draw words at this temperature (default 0: the likeliest)"
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=drawn)
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
+    parser.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code in DIR")
 
 
 def _add_override(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +152,10 @@ def _ranks(text: str) -> int:
             f"{text!r} is not a whole number; only verify takes several"
         )
     return _count(text)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_at_least(0, part) for part in text.split(",")]
 
 
 def _index(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The command line: `autotp plan`, `dry-run`, `verify`, `rules`, `shard` and `merge`.
+"""The command line: `autotp plan`, `dry-run`, `verify`, `rules`, `shard`, `merge`, `generate`.
 
     autotp plan ./my-model --tp 8
     autotp verify ./my-model --tp 2,4 --training
@@ -9,6 +9,7 @@ Exit codes: 0 right, 1 wrong or impossible, 2 misused: what was typed names noth
 import json
 import logging
 import os
+import subprocess
 import sys
 import traceback
 from argparse import Namespace
@@ -27,6 +28,8 @@ from autotp.core.machine import load_machine
 from autotp.core.plan import Plan
 from autotp.core.record import encode
 from autotp.errors import AutotpError, PlanError
+from autotp.generation import Wanted, generated
+from autotp.generation import check as check_generation
 from autotp.laws.check import check
 from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
@@ -46,6 +49,7 @@ _SHORT = 16  # words that a comparison takes, unless told otherwise
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command that `arguments` (default: the process's own) spell."""
     options = parsed(arguments)
+    options.spelled = list(sys.argv[1:] if arguments is None else arguments)
     logger = logging.getLogger("autotp")
     before = logger.level
     if options.debug:
@@ -91,7 +95,7 @@ def _check(options: Namespace) -> None:
     """Refuses what can be refused before the model is built and captured: that takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
-    if options.command in ("rules", "shard", "merge"):
+    if options.command in ("rules", "shard", "merge", "generate"):
         return
     load_machine(options.machine, rulebook.root())
     for glob, layout in options.override:
@@ -216,6 +220,39 @@ def _merge(options: Namespace) -> int:
     return 0
 
 
+def _generate(options: Namespace) -> int:
+    wanted = Wanted(
+        directory=options.directory,
+        prompt=options.prompt or "",
+        ids=options.ids or (),
+        new_tokens=options.max_new_tokens,
+        chat=options.chat,
+        temperature=options.temperature,
+        seed=options.seed,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+    )
+    with _misuse():
+        check_generation(wanted)
+    if options.tp > 1 and "RANK" not in os.environ:
+        return _in_processes(options)
+    words, pace, rank = generated(wanted, options.tp)
+    if rank == 0:
+        if options.ids and options.json != "-":
+            printed(",".join(map(str, words)))
+        print(f"autotp: {pace}", file=sys.stderr)
+        _write_json(options.json, json.dumps({"ids": words, "pace": encode(pace)}) + "\n")
+    return 0
+
+
+def _in_processes(options: Namespace) -> int:
+    """The same command in `tp` processes of this machine, which torchrun starts and watches."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run += [f"--nproc-per-node={options.tp}", "-m", "autotp.cli", *options.spelled]
+    # one thread each unless told otherwise: what torchrun would choose, without its warning
+    return subprocess.run(run, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
+
+
 def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
     """The model asked for, and the example inputs that its factory gave, if any."""
     with _progress(f"building {options.model}"), _misuse():
@@ -274,6 +311,7 @@ _COMMANDS = {
     "rules": _rules,
     "shard": _shard,
     "merge": _merge,
+    "generate": _generate,
 }
 
 

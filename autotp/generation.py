@@ -1,0 +1,151 @@
+"""Text from a directory: the prompt in, words out as they come, and how fast they came."""
+
+import importlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autotp.errors import PlanError
+from autotp.loading import from_pretrained
+from autotp.run.model import ShardedModel
+
+__all__ = ["Pace", "Wanted", "check", "generated"]
+
+_NUMBERS = "Put the model's tokenizer files there, or give numbers: --ids 1,2,3."
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be generated.
+
+    - `prompt`: text, or numbers of words in `ids` where the directory has no tokenizer.
+    - `chat`: the prompt is a user's turn, put into the tokenizer's chat template.
+    - `temperature`: 0 is greedy; else words are drawn, from `seed`, the same on all ranks.
+    """
+
+    directory: str
+    prompt: str = ""
+    ids: Sequence[int] = ()
+    new_tokens: int = 64
+    chat: bool = False
+    temperature: float = 0.0
+    seed: int = 0
+    dtype: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many words came, and when: seconds to the first, words a second after it.
+
+    - `ready`: seconds until weights were read and graphs captured, before any of it.
+    """
+
+    ready: float = 0.0
+    words: int = 0
+    first: float = 0.0
+    last: float = 0.0
+
+    def __str__(self) -> str:
+        """Both in words."""
+        rest = (self.words - 1) / (self.last - self.first) if self.words > 1 else 0.0
+        speed = f", then {rest:.1f} tokens/s" if rest else ""
+        begun = f"ready after {self.ready:.1f} s"
+        return f"{begun}; {self.words} tokens: the first after {self.first:.2f} s{speed}"
+
+
+class _Clock:
+    """A streamer of Transformers' kind that notes when words come, and hands them on."""
+
+    def __init__(self, onward: Any, ready: float) -> None:  # noqa: ANN401  a streamer, or None
+        self.onward, self.pace, self.begun = onward, Pace(ready), time.perf_counter()
+        self.prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, then each new word."""
+        if self.prompt_seen:
+            now = time.perf_counter() - self.begun
+            self.pace.words += value.numel()
+            self.pace.first, self.pace.last = self.pace.first or now, now
+        self.prompt_seen = True
+        if self.onward is not None:
+            self.onward.put(value)
+
+    def end(self) -> None:
+        """Takes the end."""
+        if self.onward is not None:
+            self.onward.end()
+
+
+def check(wanted: Wanted) -> None:
+    """Raises PlanError for what can be known to fail before any process is started."""
+    directory = Path(wanted.directory)
+    if not (directory / "config.json").is_file():
+        raise PlanError(f"{directory}: it has no config.json. Give a checkpoint's directory.")
+    named = ("tokenizer*", "vocab*", "*.model", "spiece*")
+    if not wanted.ids and not any(f for name in named for f in directory.glob(name)):
+        raise PlanError(f"{directory}: it has no tokenizer's files. {_NUMBERS}")
+
+
+def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:
+    """The new words, their pace and this process's rank; rank 0 streams the text to stdout.
+
+    Constraints: runs in each process of a group of `tp`, or in one for tp 1.
+    """
+    started = time.perf_counter()
+    tokenizer = None if wanted.ids else _tokenizer(wanted)
+    model = from_pretrained(
+        wanted.directory, tp, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+    )
+    ids = _ids(wanted, tokenizer).to(next(model.parameters()).device)
+    onward = None
+    if tokenizer is not None and model.sharded_state.rank == 0:
+        streamer = importlib.import_module("transformers").TextStreamer
+        onward = streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    _generate(model, ids, replace(wanted, new_tokens=3), None)  # captures a prompt and a new word
+    clock = _Clock(onward, time.perf_counter() - started)
+    made = _generate(model, ids, wanted, clock)
+    return made[0, ids.shape[1] :].tolist(), clock.pace, model.sharded_state.rank
+
+
+def _generate(
+    model: ShardedModel, ids: torch.Tensor, wanted: Wanted, clock: _Clock | None
+) -> torch.Tensor:
+    torch.manual_seed(wanted.seed)  # all ranks draw the same from the same logits
+    drawn = {"do_sample": True, "temperature": wanted.temperature}
+    how = drawn if wanted.temperature else {"do_sample": False}
+    generate: Any = getattr(model, "generate", None)
+    if generate is None:
+        raise PlanError(
+            f"{wanted.directory}: a {type(model).__name__} generates nothing. Give a model with a "
+            "language-modelling head."
+        )
+    limit = {"max_new_tokens": wanted.new_tokens}
+    return generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **limit, **how)
+
+
+def _tokenizer(wanted: Wanted) -> Any:  # noqa: ANN401  transformers'
+    auto = importlib.import_module("transformers").AutoTokenizer
+    try:
+        trust = wanted.trust_remote_code
+        return auto.from_pretrained(str(Path(wanted.directory)), trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        raise PlanError(
+            f"{wanted.directory}: no tokenizer can be made of it: {str(error).splitlines()[0]}. "
+            f"{_NUMBERS}"
+        ) from error
+
+
+def _ids(wanted: Wanted, tokenizer: Any) -> torch.Tensor:  # noqa: ANN401  transformers'
+    """The prompt as numbers, (1, length)."""
+    if tokenizer is None:
+        return torch.tensor([list(wanted.ids)])
+    if not wanted.chat:
+        return tokenizer(wanted.prompt, return_tensors="pt")["input_ids"]
+    turn = [{"role": "user", "content": wanted.prompt}]
+    said = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(turn, **said)["input_ids"]

@@ -1,0 +1,47 @@
+"""`autotp generate`: it starts its own processes, and they say what the whole model would."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autotp import cli
+from tests.models import build
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A checkpoint without a tokenizer, and what its model says after 5, 6, 7, 8."""
+    model: Any = build("llama", num_hidden_layers=1)[0]
+    directory = tmp_path_factory.mktemp("checkpoint")
+    model.save_pretrained(directory)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    asked = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    return directory, model.generate(ids, **asked)[0, 4:].tolist()
+
+
+def test_the_words_come_from_two_processes(
+    saved: tuple[Path, list[int]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, words = saved
+    told = tmp_path / "told.json"
+    asked = ["--ids", "5,6,7,8", "--max-new-tokens", "9", "--json", str(told)]
+    code = cli.main(["generate", str(directory), "--tp", "2", *asked])
+    out, err = capfd.readouterr()
+
+    assert 0 == code, err
+    assert ",".join(map(str, words)) == out.strip()
+    assert words == json.loads(told.read_text())["ids"]
+    assert f"{len(words)} tokens: the first after" in err
+    assert "tokens/s" in err
+
+
+def test_what_cannot_start_is_told_before_any_process_does(
+    saved: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 2 == cli.main(["generate", str(saved[0]), "--tp", "2", "--prompt", "Hello"])
+    assert "it has no tokenizer's files" in capsys.readouterr().err
+    assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", "--ids", "1"])
+    assert "it has no config.json" in capsys.readouterr().err
