@@ -327,7 +327,7 @@ def test_only_finished_commands_exist(capsys: pytest.CaptureFixture[str]) -> Non
         cli.main(["--help"])
     shown = capsys.readouterr().out
 
-    assert ["plan", "dry-run", "verify", "rules", "shard", "merge"] == [
+    assert ["plan", "dry-run", "verify", "rules", "shard", "merge", "generate"] == [
         line.split()[0] for line in shown.splitlines() if line.startswith("    ") and line.split()
     ]
 
