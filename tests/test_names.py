@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.core.plan import CollectiveRecord, Plan
+from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.pipeline import _Work
+from autotp.run.model import ShardedModel
 from tests import models
 from tests.renamed import plain, rename
 
@@ -73,6 +75,64 @@ def test_children_may_have_any_name() -> None:
     inputs = {"x": torch.randn(4, 16)}
 
     assert autotp.verify(Taken(), 2, gradients=True, example_inputs=inputs).ok
+
+
+class Named(nn.Module):
+    """A model with a child and a parameter of one name, beside a layer with the same."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.name = name
+        self.layer = nn.ModuleDict({name: nn.Linear(16, 32)})
+        self.add_module(name, nn.Linear(32, 16))
+        self.last = nn.Module()
+        self.last.register_parameter(name, nn.Parameter(torch.randn(16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        opened = self.layer[self.name](x).relu()
+        return self.get_submodule(self.name)(opened) * getattr(self.last, self.name)
+
+
+MEMBERS = {n for n in vars(ShardedModel) if n[:2] != "__" and not hasattr(nn.Module, n)}
+
+
+@pytest.mark.parametrize("name", sorted(MEMBERS | {"self"}))
+def test_a_child_may_have_the_name_of_any_member(name: str) -> None:
+    model, x = Named(name).eval(), torch.randn(4, 16)
+    expected = model(x)
+
+    assert autotp.verify(model, 2, gradients=True, example_inputs={"x": x}).ok
+    assert torch.equal(autotp.parallelize(model, tp=1, example_inputs={"x": x})(x), expected)
+
+
+@pytest.mark.parametrize("name", ["self", "own"])
+def test_a_parameter_may_be_called_as_code_calls_the_module(name: str) -> None:
+    model, x = Scaled(name).eval(), torch.randn(4, 16)
+
+    sharded = autotp.parallelize(model, tp=1, example_inputs={"x": x})
+
+    assert torch.equal(sharded(x), model(x))
+    assert torch.equal(sharded.graph_module(x=x), model(x))
+
+
+class Scaled(nn.Module):
+    """A model of one parameter, read twice."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_parameter(name, nn.Parameter(torch.rand(16)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(self, self.name) + getattr(self, self.name)
+
+
+def test_a_view_cannot_hide_a_child() -> None:
+    sharded = autotp.parallelize(Scaled("code"), tp=1, example_inputs={"x": torch.randn(4, 16)})
+
+    with pytest.raises(PlanError, match="'code' would be hidden in a view"):
+        _ = sharded.graph_module
 
 
 @pytest.mark.parametrize("name", BUILDERS)

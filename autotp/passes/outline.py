@@ -142,6 +142,8 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     for node in graph.nodes:
         if node.op == "call_function":
             names[node] = _module_name(node, parents) or op_name(node).split("::")[-1].strip("_")
+        elif node.target == "self":  # what generated code calls the module itself
+            names[node] = "own"
     return names
 
 
@@ -149,7 +151,7 @@ def _module_name(node: fx.Node, parents: set[str]) -> str:
     path = _inner(node)
     name = path.rpartition(".")[2]
     leaves = path not in parents and all(_inner(user) != path for user in node.users)
-    return name if leaves and not name.isdigit() else ""
+    return name if leaves and name != "self" and not name.isdigit() else ""
 
 
 def _inner(node: fx.Node) -> str:

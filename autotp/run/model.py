@@ -147,7 +147,7 @@ class ShardedModel(Baked):
     @property
     def graph_module(self) -> fx.GraphModule:
         """The first variant as a GraphModule that shares the parameters; made anew each time."""
-        return view(self, self._known(None))
+        return view(self, _known(self, None))
 
     @stands_aside
     def view(self, key: str | None = None) -> fx.GraphModule:
@@ -155,36 +155,36 @@ class ShardedModel(Baked):
 
         It takes the tensor inputs by name and returns the model's output type.
         """
-        return view(self, self._known(key))
+        return view(self, _known(self, key))
 
     @stands_aside
     def code(self, key: str | None = None) -> str:
         """A variant as a Python module to read: the root, then each distinct layer once."""
-        return source(self._known(key))
+        return source(_known(self, key))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """What the model's own forward returns, computed by this rank and its group."""
         given = self.sharded_signature.bind(args, kwargs)
         if self.sharded_state.imagined:
-            self._refuse_to_run()
+            _refuse_to_run(self)
         inputs = {name: stated(value) for name, value in given.items()}
-        return returned(self._variant(inputs).run(self, inputs), given)
+        return returned(_variant(self, inputs).run(self, inputs), given)
 
     @stands_aside
     def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         """Captures what a call with these arguments needs in the present mode; runs nothing."""
-        self._variant(stated(self.sharded_signature.bind(args, kwargs)))
+        _variant(self, stated(self.sharded_signature.bind(args, kwargs)))
 
     @stands_aside
     def key(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
         """The key of a call with these arguments in the present mode."""
-        return self._key(stated(self.sharded_signature.bind(args, kwargs)))
+        return _key(self, stated(self.sharded_signature.bind(args, kwargs)))
 
     def train(self: T, mode: bool = True) -> T:
         """The model itself, in the mode asked for, which chooses among its graphs."""
         model = cast("ShardedModel", self)
         if mode and not model.sharded_state.plan.training:
-            model._refuse_gradients("train() was called")
+            _refuse_gradients(model, "train() was called")
         for module in self.modules():
             module.training = mode
         model.sharded_state.mode = mode_of(model)
@@ -194,9 +194,10 @@ class ShardedModel(Baked):
         """The model itself, with all its parameters trained, or none."""
         model = cast("ShardedModel", self)
         if requires_grad and not model.sharded_state.plan.training:
-            model._refuse_gradients("requires_grad_() was called")
+            _refuse_gradients(model, "requires_grad_() was called")
         return super().requires_grad_(requires_grad)
 
+    @stands_aside
     def part(self, path: str) -> "ShardedModel":
         """The module at `path`, such as an encoder, as a model that can be called by itself.
 
@@ -226,13 +227,15 @@ class ShardedModel(Baked):
         part.sharded_state, part.sharded_signature = state, signature
         return part
 
+    @stands_aside
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
         """What the model's own method gives, ready to be called by itself."""
         own: Callable[..., Any] = getattr(super(), "get_encoder")  # noqa: B009  the class's, if any
         found = own(*args, **kwargs)
         paths = [path for path, module in self.named_modules() if module is found and path]
-        return self.part(paths[0]) if paths else found
+        return ShardedModel.part(self, paths[0]) if paths else found
 
+    @stands_aside
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "50GB"
     ) -> None:
@@ -253,6 +256,7 @@ class ShardedModel(Baked):
         """
         return _store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
 
+    @stands_aside
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:
         """Refuses: the model's own method would put whole tables in the place of shards."""
         raise PlanError(
@@ -261,74 +265,80 @@ class ShardedModel(Baked):
             "whole model before parallelizing it."
         )
 
-    def _variant(self, inputs: Mapping[str, Any]) -> Variant:
-        if not self.sharded_state.plan.training:
-            for name, value in inputs.items():
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    self._refuse_gradients(f"the input {name!r} requires grad")
-        key = self._key(inputs)
-        return self._find(key, inputs) or self._made(key, inputs)
 
-    def _find(self, key: str, inputs: Mapping[str, Any]) -> Variant | None:
-        for variant in self.sharded_state.variants.get(key, ()):
-            if variant.holds(inputs):
-                return variant
-        return None
+def _variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
+    if not model.sharded_state.plan.training:
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                _refuse_gradients(model, f"the input {name!r} requires grad")
+    key = _key(model, inputs)
+    return _find(model, key, inputs) or _made(model, key, inputs)
 
-    def _made(self, key: str, inputs: Mapping[str, Any]) -> Variant:
-        if torch.compiler.is_compiling():
-            raise CaptureError(self._unseen(key) + " Call prepare(**inputs) before compiling.")
-        with _CAPTURING:
-            found = self._find(key, inputs)
-            if found is None:
-                # a compiler that falls back to eager code here must not trace what captures
-                variant = torch.compiler.disable(self.sharded_state.more.variant)
-                make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
-                # what a capture saves for a backward pass is nobody's to recompute or to store
-                with saved_tensors_hooks(_untouched, _untouched):
-                    make(self, self.sharded_signature.spelled(inputs))
-                found = self._find(key, inputs)
+
+def _find(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant | None:
+    for variant in model.sharded_state.variants.get(key, ()):
+        if variant.holds(inputs):
+            return variant
+    return None
+
+
+def _made(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant:
+    if torch.compiler.is_compiling():
+        raise CaptureError(_unseen(model, key) + " Call prepare(**inputs) before compiling.")
+    with _CAPTURING:
+        found = _find(model, key, inputs)
         if found is None:
-            raise CaptureError(
-                self._unseen(key) + " Capturing at these sizes gave no graph for them."
-            )
-        return found
-
-    def _unseen(self, key: str) -> str:
-        known = "; ".join(self.sharded_state.variants) or "none"
-        return (
-            f"{type(self).__name__}: no graph for these sizes of ({key}); captured so far: {known}."
+            # a compiler that falls back to eager code here must not trace what captures
+            variant = torch.compiler.disable(model.sharded_state.more.variant)
+            make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
+            # what a capture saves for a backward pass is nobody's to recompute or to store
+            with saved_tensors_hooks(_untouched, _untouched):
+                make(model, model.sharded_signature.spelled(inputs))
+            found = _find(model, key, inputs)
+    if found is None:
+        raise CaptureError(
+            _unseen(model, key) + " Capturing at these sizes gave no graph for them."
         )
+    return found
 
-    def _key(self, inputs: Mapping[str, Any]) -> str:
-        if not torch.compiler.is_compiling():  # a compiler guards on the words, not on each module
-            self.sharded_state.note_mode(self)
-        return key_of(self.sharded_signature.model, inputs, self.sharded_state.mode)
 
-    def _known(self, key: str | None) -> Variant:
-        variants = self.sharded_state.all()
-        if key is None and variants:
-            return next(iter(variants.values()))
-        if key not in variants:
-            raise PlanError(
-                f"{type(self).__name__}: no variant {key!r}; captured so far: "
-                f"{'; '.join(variants) or 'none'}. Call prepare(**inputs) to add one."
-            )
-        return variants[key]
+def _unseen(model: ShardedModel, key: str) -> str:
+    known = "; ".join(model.sharded_state.variants) or "none"
+    return f"{type(model).__name__}: no graph for these sizes of ({key}); captured so far: {known}."
 
-    def _refuse_to_run(self) -> NoReturn:
-        tp = self.sharded_state.plan.tp
+
+def _key(model: ShardedModel, inputs: Mapping[str, Any]) -> str:
+    if not torch.compiler.is_compiling():  # a compiler guards on the words, not on each module
+        model.sharded_state.note_mode(model)
+    return key_of(model.sharded_signature.model, inputs, model.sharded_state.mode)
+
+
+def _known(model: ShardedModel, key: str | None) -> Variant:
+    variants = model.sharded_state.all()
+    if key is None and variants:
+        return next(iter(variants.values()))
+    if key not in variants:
         raise PlanError(
-            f"{type(self).__name__}: called as {self.sharded_state}, but it was built with "
-            "rank= and has no group to run in. Build it without rank= in each of the processes "
-            f"that torchrun --nproc-per-node {tp} your_script.py starts."
+            f"{type(model).__name__}: no variant {key!r}; captured so far: "
+            f"{'; '.join(variants) or 'none'}. Call prepare(**inputs) to add one."
         )
+    return variants[key]
 
-    def _refuse_gradients(self, what: str) -> NoReturn:
-        raise PlanError(
-            f"{type(self).__name__}: {what}, but the plan has no backward pass. "
-            "Pass training=True when parallelizing."
-        )
+
+def _refuse_to_run(model: ShardedModel) -> NoReturn:
+    tp = model.sharded_state.plan.tp
+    raise PlanError(
+        f"{type(model).__name__}: called as {model.sharded_state}, but it was built with "
+        "rank= and has no group to run in. Build it without rank= in each of the processes "
+        f"that torchrun --nproc-per-node {tp} your_script.py starts."
+    )
+
+
+def _refuse_gradients(model: ShardedModel, what: str) -> NoReturn:
+    raise PlanError(
+        f"{type(model).__name__}: {what}, but the plan has no backward pass. "
+        "Pass training=True when parallelizing."
+    )
 
 
 def _untouched(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from autotp.errors import PlanError
 from autotp.program import Program
 from autotp.run.function import duplicate
 from autotp.run.variant import Variant
@@ -38,9 +39,20 @@ def view(tree: nn.Module, variant: Variant) -> fx.GraphModule:
 
 def _with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     result = fx.GraphModule(nn.Module(), fx.Graph(), type(module).__name__)
+    _refuse_hidden(module)
     _share(module, result)
     result.graph = graph
     return result
+
+
+def _refuse_hidden(module: nn.Module) -> None:
+    """Raises where a GraphModule's own properties would hide what the code reads."""
+    held = (*module._modules, *module._parameters, *module._buffers)
+    for name in (n for n in held if isinstance(getattr(fx.GraphModule, n, None), property)):
+        raise PlanError(
+            f"{type(module).__name__}: its {name!r} would be hidden in a view, since a GraphModule "
+            "has a property of that name. The sharded model itself runs; to have views, rename it."
+        )
 
 
 def _bare(module: nn.Module) -> nn.Module:
