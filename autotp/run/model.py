@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from autotp.cache import returned, stated
+from autotp.cache import CacheState, returned, stated
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError, PlanError
 from autotp.program import Program
@@ -168,7 +168,7 @@ class ShardedModel(Baked):
         if self.sharded_state.imagined:
             _refuse_to_run(self)
         inputs = {name: stated(value) for name, value in given.items()}
-        return returned(_variant(self, inputs).run(self, inputs), given)
+        return returned(_variant(self, inputs).run(self, inputs, self.sharded_state.rank), given)
 
     @stands_aside
     def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -269,7 +269,8 @@ class ShardedModel(Baked):
 def _variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
     if not model.sharded_state.plan.training:
         for name, value in inputs.items():
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+            tensors = value.leaves if isinstance(value, CacheState) else [value]
+            if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
                 _refuse_gradients(model, f"the input {name!r} requires grad")
     key = _key(model, inputs)
     return _find(model, key, inputs) or _made(model, key, inputs)

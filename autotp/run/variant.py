@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
+from autotp.cache import check_parts
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError
 from autotp.program import Program, broken_guard, named_leaves
@@ -143,8 +144,10 @@ class Variant:
             return all(condition(inputs, torch, math) for condition in self.conditions)
         return broken_guard(self.program, inputs) is None
 
-    def run(self, model: nn.Module, inputs: Mapping[str, Any]) -> Any:  # noqa: ANN401
-        """What the model's forward returns for `inputs`."""
+    def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int) -> Any:  # noqa: ANN401
+        """What the model's forward returns for `inputs`, of which caches are parts of `rank`."""
+        if self.plan.caches and not torch.compiler.is_compiling():
+            check_parts(inputs, self.plan.caches, rank, self.plan.tp)
         leaves = named_leaves(inputs)
         flat = self.function(model, *[leaves[name] for name in self.program.inputs])
         return pytree.tree_unflatten(flat, self.program.out_spec)

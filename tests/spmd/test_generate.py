@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor, nn
 
 import autotp
+from autotp.errors import CaptureError, PlanError
 from tests.models import LLAMA, SPECIAL_WORDS, build, randomize
 from tests.spmd.pool import Pool
 
@@ -146,3 +147,26 @@ def test_a_cache_is_continued_from_and_each_rank_holds_its_heads(pool: Pools) ->
     for turns, shapes in pool(2).run(told_chat):
         assert expected == turns
         assert [(2, 2, 7, 8)] * 2 == shapes  # two of four key-value heads
+
+
+def told_foreign(rank: int, world: int) -> list[str]:
+    """How a rank refuses the whole model's cache, without gradients and with them."""
+    model = whole("llama", {})
+    sharded = autotp.parallelize(whole("llama", {}), example_inputs={"input_ids": prompt(2, 7)})
+    sharded(input_ids=prompt(2, 7), use_cache=True)
+    refused: list[str] = []
+    for graded in (False, True):
+        with torch.set_grad_enabled(graded):
+            kept = model(input_ids=prompt(2, 5), use_cache=True)
+        name = "cache" if "cache" in kept else "past_key_values"
+        with pytest.raises((CaptureError, PlanError)) as caught:
+            sharded(input_ids=prompt(2, 1), use_cache=True, **{name: kept[name]})
+        refused.append(str(caught.value))
+    return refused
+
+
+def test_another_models_cache_is_refused(pool: Pools) -> None:
+    for rank, (plain, graded) in enumerate(pool(2).run(told_foreign)):
+        assert "layers.0.keys has 4 at dim 1, of 4 in all" in plain
+        assert f"rank {rank} of 2 holds 2" in plain
+        assert "requires grad" in graded
