@@ -130,7 +130,15 @@ pytree.register_pytree_node(
 
 
 def is_cache(value: object) -> bool:
-    """Whether `value` is an object that keeps state: neither a tensor, a constant nor a tree."""
+    """Whether `value` is an object that keeps state, which its class says by a method `update…`.
+
+    Other objects are none: what a model returns in them is to be whole.
+    """
+    return _is_object(value) and any(name.startswith("update") for name in dir(type(value)))
+
+
+def _is_object(value: object) -> bool:
+    """Whether `value` is neither a tensor, a constant nor a tree."""
     return (
         not isinstance(value, (*_PLAIN, CacheState))
         and hasattr(value, "__dict__")
@@ -286,7 +294,7 @@ class _Walk:
             kind, held = ("list" if isinstance(value, list) else "tuple"), dict(enumerate(sequence))
         elif type(value) is dict:
             kind, held = "dict", cast("dict[Any, object]", value)
-        elif is_cache(value):
+        elif _is_object(value):
             kind, held = "object", cast("dict[Any, object]", vars(value))
         else:
             raise CaptureError(self.refusal(path, f"a {type(value).__name__}"))

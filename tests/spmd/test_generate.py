@@ -16,7 +16,7 @@ from tests.spmd.pool import Pool
 Pools = Callable[[int], Pool]
 NEW = 8
 MLA = {
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "q_lora_rank": 24,
@@ -29,7 +29,7 @@ MLA = {
     "n_group": 1,
     "topk_group": 1,
     "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace": 0,
 }
 SCAN = {
     "hidden_size": 64,
@@ -107,10 +107,10 @@ def told(
     [
         ("llama", 2, {}, tuple(WAYS)),
         ("llama", 4, {"num_key_value_heads": 2}, ("greedy", "beams")),
-        ("gpt2", 2, {}, ("greedy", "left-padded")),
-        ("gemma2", 2, {"sliding_window": 6}, ("greedy", "left-padded")),
-        ("window", 3, {}, ("greedy", "beams")),
-        ("mixtral", 2, {}, ("greedy",)),
+        ("gpt2", 2, {"n_layer": 1}, ("greedy",)),
+        ("gemma2", 2, {"sliding_window": 6}, ("left-padded",)),
+        ("window", 3, {"num_hidden_layers": 1}, ("greedy", "beams")),
+        ("mixtral", 2, {"num_hidden_layers": 1}, ("greedy",)),
         ("latent", 2, {}, ("greedy",)),
         ("states", 2, {}, ("greedy",)),
         ("convolutions", 2, {}, ("greedy",)),
