@@ -236,6 +236,17 @@ def test_inputs_that_change_nothing_are_dropped() -> None:
     assert "input_ids, use_cache=True · eval" == tree.key(ids, use_cache=True)
 
 
+def test_modes_set_by_hand_after_train_are_seen() -> None:
+    _, tree, ids = hand()
+    tree.eval()
+    assert tree.key(ids).endswith("eval")
+    tree.train()
+    for module in tree.modules():
+        module.training = False
+
+    assert tree.key(ids).endswith("eval")
+
+
 def test_wrong_calls_say_what_is_wrong() -> None:
     _, tree, ids = hand()
 

@@ -267,7 +267,7 @@ def test_what_shrinks_with_the_roundings_is_rounding() -> None:
     assert "decided in float64" in found.notes[0]
 
 
-def test_among_exploding_gradients_a_fault_is_found() -> None:
+def test_among_exploding_gradients_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three roundings of float32, on one rank, in one weight."""
     model, inputs = exploding()
     captured = Captured(model, inputs)
@@ -280,7 +280,7 @@ def test_among_exploding_gradients_a_fault_is_found() -> None:
                 next(p for name, p in rank.named_parameters() if "up" in name).mul_(1 + 3.6e-7)
         return rank
 
-    captured.work.built = faulty  # type: ignore[method-assign]
+    monkeypatch.setattr(captured.work, "built", faulty)
     found = captured.proof(2).evidence
 
     assert not found.ok

@@ -115,12 +115,10 @@ def draft(directory: Path) -> Generator[Path]:
         inner = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
     try:
         yield inner
-    except BaseException:
+    finally:
         shutil.rmtree(inner, ignore_errors=True)
-        if made and not any(directory.iterdir()):
+        if made and not any(directory.iterdir()):  # nothing was published
             directory.rmdir()
-        raise
-    shutil.rmtree(inner, ignore_errors=True)
 
 
 def publish(inner: Path, last: str = "") -> None:

@@ -182,7 +182,7 @@ class _Poser:
         return found
 
     def _inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
-        """Inputs whose gradient is wanted: whole on every rank, and so is their gradient."""
+        """Inputs whose gradient is wanted, whole on every rank as it is; those of a cache."""
         for node in self.analysis.program.graph.find_nodes(op="placeholder"):
             value = (node, 0)
             if value in self.analysis.dims:

@@ -187,7 +187,7 @@ class ShardedModel(Baked):
             _refuse_gradients(model, "train() was called")
         for module in self.modules():
             module.training = mode
-        model.sharded_state.mode = mode_of(model)
+        model.sharded_state.mode, model.sharded_state.flags = mode_of(model), ()
         return self
 
     def requires_grad_(self: T, requires_grad: bool = True) -> T:
