@@ -31,6 +31,7 @@ class Keywords(TypedDict, total=False):
     reduce_dtype: torch.dtype | str | None
     strict: bool
     plan: Plan | str | Path | None
+    new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Options:
     reduce_dtype: torch.dtype | str | None = None
     strict: bool = False
     plan: Plan | str | Path | None = None
+    new_tokens: int = 0
 
     @staticmethod
     def of(**given: Unpack[Keywords]) -> "Options":
@@ -84,8 +86,22 @@ class Options:
                 f"option shard_threshold: is {given!r}. Give a part of the largest "
                 "parameter's bytes, from 0 to 1."
             )
+        self._check_new_tokens()
         self.state()
         self.reduce()
+
+    def _check_new_tokens(self) -> None:
+        given = cast(object, self.new_tokens)
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise PlanError(
+                f"option new_tokens: is {given!r}. Give how many words are generated after a "
+                "prompt, such as 128, or 0 to plan one call alone."
+            )
+        if given and self.training:
+            raise PlanError(
+                f"options new_tokens={given} and training=True: words are generated without "
+                "gradients. Leave one of the two out."
+            )
 
     def reduce(self) -> torch.dtype | None:
         """The dtype that sums over the group are made in, None for the values' own."""

@@ -8,9 +8,8 @@ runs them in lockstep beside the whole model.
 import gzip
 import json
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Unpack, cast
+from dataclasses import replace
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,23 +17,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.run.conjugates as _ops
-from autotp import rulebook
-from autotp.analysis import Decision
-from autotp.cache import stated
-from autotp.checkpoint.store import GroupStore
-from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.evidence import Evidence
 from autotp.core.held import much_whole
 from autotp.core.iopddl import solution_json, to_iopddl
-from autotp.core.machine import Machine, load_machine
-from autotp.core.plan import CacheRecord, Plan
-from autotp.core.problem import Solution
+from autotp.core.plan import Plan
 from autotp.core.trace import Trace
 from autotp.dump import graph_json
 from autotp.errors import PlanError
-from autotp.further import Answer, Asking, Further
 from autotp.models import load
-from autotp.offers import offered
 from autotp.options import (
     Keywords,
     Options,
@@ -43,27 +33,12 @@ from autotp.options import (
     check_rank,
     check_ranks,
 )
-from autotp.passes.account import Asked, Found, account
-from autotp.passes.analyse import analyse
-from autotp.passes.capture import capture
-from autotp.passes.capture_inputs import example_inputs
-from autotp.passes.check import check
-from autotp.passes.clean import retarget
-from autotp.passes.match import match
-from autotp.passes.outline import Outlined, outline
-from autotp.passes.pose import Posed, decide, pose
-from autotp.passes.rewrite import Rewritten, Target, rewrite
-from autotp.passes.solve import solve
-from autotp.program import Program, tensor_leaves
 from autotp.proof import prove
-from autotp.run.group import Group, agree, exists, is_real, meet, resolve, together
-from autotp.run.model import ShardedModel, add_variant
-from autotp.run.shards import cut
-from autotp.run.tree import build_tree, refuse_sharded
-from autotp.run.variant import Signature, key_of, mode_of
-from autotp.sizes import Pricing, data_sizes
-from autotp.terms import Constraint, Terms
-from autotp.whole import check_values, device_of, is_meta, skeleton, valueless, whole_of
+from autotp.proof.phases import as_one, with_values
+from autotp.run.group import Group, agree, exists, meet, resolve, together
+from autotp.run.model import ShardedModel
+from autotp.whole import check_values, device_of
+from autotp.work import Made, Work
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
@@ -85,6 +60,8 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     - `shard_threshold`: parameters smaller than this part of the largest are free to stay whole.
     - `reduce_dtype`: sums over the group are made in it.
     - `strict`: raise for an op without a rule, or more than 10 % of the bytes whole.
+    - `new_tokens`: how many words are generated after the inputs, which are a prompt: the plan is
+      solved for the prompt's call and for the calls of one word together, each priced at its sizes.
     - `plan`: a Plan, or the path of one, whose layouts of parameters are to be followed (with the
       overrides that it was asked for, as reasons); what ops do is solved anew under them.
 
@@ -94,7 +71,7 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     chosen = Options.of(**options)
     if not isinstance(model, nn.Module) and chosen.training is None:
         chosen = replace(chosen, training=False)
-    return _Work(load(model), chosen).made(tp, "tp").plan
+    return Work.of(load(model), chosen).made(tp, "tp").plan
 
 
 def parallelize(
@@ -122,10 +99,10 @@ def parallelize(
     return work.built(made, where)
 
 
-def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tuple[_Work, Made]":
+def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tuple[Work, Made]":
     """The work on `model` and the variant made for a group, the same on all of its ranks."""
     with together(where):
-        work = _Work(model, Options.of(**options))
+        work = Work.of(model, Options.of(**options))
         made = work.made(where.size, where.name)
     agree(where, made.plan.hash, "the plan")
     meet(where, made.plan)
@@ -163,23 +140,27 @@ def verify(
         )
     if gradients and chosen.training is None:
         chosen = replace(chosen, training=True)
-    work = _Work(model, chosen)
+    work = Work.of(model, chosen)
     made = work.made(tp, "tp")
     for name, tensor in work.whole.parameters.items():
         check_values(name, tensor, torch.device("cpu"))
     ranks = [work.built(made, Group("tp", tp, r, device_of(model))) for r in range(tp)]
     wanted = made.plan.training if gradients is None else gradients
-    evidence = prove(
-        model,
-        ranks,
-        work.inputs,
-        made.plan,
-        Trace(made.rewritten.values),
-        program=work.program,
-        gradients=wanted,
-        seed=seed,
-        dtype=dtype,
-    )
+    found = [
+        prove(
+            model,
+            ranks,
+            with_values(of.inputs, seed),
+            variant.plan,
+            Trace(variant.rewritten.values),
+            program=of.program,
+            gradients=wanted,
+            seed=seed,
+            dtype=dtype,
+        )
+        for of, variant in zip((work, *work.later), (made, *made.later), strict=True)
+    ]
+    evidence = as_one(found, [phase.name for phase in made.plan.phases])
     return replace(evidence, notes=(*evidence.notes, *made.plan.warnings))
 
 
@@ -188,197 +169,15 @@ def dry_run(
 ) -> dict[str, str | bytes]:
     """The files of a dry run by name: plan, rewritten graph, and the placement problem solved."""
     where = resolve(tp, rank=rank)
-    work = _Work(model, Options.of(**options))
+    work = Work.of(model, Options.of(**options))
     made = work.made(tp, where.name)
     sharded = work.built(made, where, torch.device(work.machine.device))
-    problem = to_iopddl(made.posed.problem, made.solution)
+    problem = to_iopddl(made.problem, made.solution)
     return {
         "plan.json": made.plan.to_json(),
         "graph.py": ShardedModel.code(sharded),
         "graph.json": json.dumps(graph_json(made.rewritten.graph, made.rewritten.values), indent=1)
         + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
-        "solution.json": json.dumps(solution_json(made.posed.problem, made.solution)) + "\n",
+        "solution.json": json.dumps(solution_json(made.problem, made.solution)) + "\n",
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """One variant, planned and rewritten.
-
-    - `rewrite`: writes the graph of a rank.
-    """
-
-    plan: Plan
-    posed: Posed
-    solution: Solution
-    decision: Decision
-    rewrite: Callable[[int], Rewritten]
-    rewritten: Rewritten
-    outlined: dict[object, Outlined] = field(default_factory=dict[object, Outlined])
-
-    def layers(self, device: torch.device, rank: int) -> Outlined:
-        """A rank's graph in layers, for `device`; where all parts are even, the same for all."""
-        graph_of = rank if self.rewritten.uneven else 0
-        key = (device, graph_of)
-        if key not in self.outlined:
-            graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
-            retarget(graph, device)
-            self.outlined[key] = outline(graph)
-        return self.outlined[key]
-
-
-class _Work:
-    """One model under one set of options: what is captured once and used for several tp."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Options,
-        inputs: Mapping[str, Any] | None = None,
-        caches: Mapping[str, CacheRecord] | None = None,
-    ) -> None:
-        refuse_sharded(model)
-        self.caches = caches or {}
-        self.model, self.options = model, options
-        self.training = model.training if options.training is None else options.training
-        given = inputs if inputs is not None else options.example_inputs
-        if given is None:
-            given = example_inputs(model, self.training)
-        self.inputs = Signature.of(model).spelled(stated(given))
-        self.rules = rulebook.load()
-        machine = options.machine
-        self.machine = (
-            machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
-        )
-        self.whole = whole_of(model)
-        self.program = _captured(model, self.inputs, gradients=self.training)
-        names, strict, grad = list(self.whole.parameters), options.strict, self.training
-        self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
-        self.matching = match(self.analysis, self.rules)
-        self.pricing = Pricing(self.program, tensor_leaves(self.inputs))
-
-    def made(self, tp: int, group: str) -> Made:
-        """The variant planned for `tp` ranks and rewritten for the group called `group`."""
-        posed = self.posed(tp)
-        made = self.made_of(posed, solve(posed.problem), tp, group)
-        if self.options.strict and (told := much_whole(made.plan.parameters, tp)):
-            raise PlanError(f"{self.whole.name}: strict=True, and {told}. {_LESS_WHOLE}")
-        return made
-
-    def posed(self, tp: int, *, everything: bool = False) -> Posed:
-        """The placement problem for `tp` ranks; `everything`: with all conversions of the table."""
-        terms = Terms(
-            tp,
-            self.training,
-            self.machine,
-            self.pricing.bytes,
-            self.options.shard_threshold,
-            self._allowed(tp),
-            everything,
-            offered(self.analysis, self.matching, tp),
-            self.caches,
-        )
-        return pose(self.analysis, self.matching, terms)
-
-    def made_of(self, posed: Posed, solution: Solution, tp: int, group: str) -> Made:
-        """The variant rewritten as any legal `solution` says, checked."""
-        decision = decide(posed, solution)
-
-        def rewrite_for(rank: int) -> Rewritten:
-            reduced = self.options.reduce()
-            target = Target(tp, group, self.training, reduced, rank)
-            return self._checked(rewrite(self.analysis, decision, target), decision, tp)
-
-        rewritten = rewrite_for(0)
-        emitted, ways = rewritten.collectives, posed.ways
-        found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
-        drawn = account(self.whole, found, self.pricing, self._asked(tp))
-        return Made(drawn, posed, solution, decision, rewrite_for, rewritten)
-
-    def _checked(self, rewritten: Rewritten, decision: Decision, tp: int) -> Rewritten:
-        check(
-            rewritten.graph,
-            rewritten.values,
-            rewritten.collectives,
-            self.analysis,
-            decision,
-            training=self.training,
-            tp=tp,
-        )
-        return rewritten
-
-    def built(
-        self,
-        made: Made,
-        where: Group,
-        named: torch.device | None = None,
-        shards: Mapping[str, torch.Tensor] | None = None,
-    ) -> ShardedModel:
-        """One rank's model around `shards` (None: the whole's), its graph on `named`, if given."""
-        lost = shards is None and is_meta(self.model) and not is_real(where)
-        device = torch.device("meta") if lost else where.device
-        tree = build_tree(
-            self.model,
-            shards or dict(cut(self.whole.parameters, made.plan, where, device)),
-            plan=made.plan,
-            rank=where.rank,
-            device=device,
-            more=Further(skeleton(self.model), self.options, made.plan, where, device, _answer),
-            store=GroupStore(where),
-            imagined=where.size > 1 and not exists(where.name),
-            baked=self.program.baked,
-        )
-        add_variant(
-            tree, self.key(), self.program, made.layers(named or device, where.rank), made.plan
-        )
-        return tree
-
-    def key(self) -> str:
-        """What the variant for these inputs answers to."""
-        inputs = Signature.of(self.model).bind((), self.inputs)
-        return key_of(type(self.model).__name__, inputs, mode_of(self.model))
-
-    def _asked(self, tp: int) -> Asked:
-        options = self.options
-        reduced = options.reduce()
-        followed = options.plan.options if isinstance(options.plan, Plan) else {}
-        return Asked(
-            tp=tp,
-            training=self.training,
-            variant=self.key(),
-            machine=self.machine,
-            sizes=data_sizes(self.program, tensor_leaves(self.inputs)),
-            optimizer=options.optimizer,
-            state_dtype=options.state(),
-            # a plan followed keeps the reasons for which it is as it is
-            shard_threshold=cast("float", followed.get("shard_threshold", options.shard_threshold)),
-            overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
-            reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
-        )
-
-    def _allowed(self, tp: int) -> Mapping[str, Constraint]:
-        """What a plan to follow, or overrides, leave to each parameter."""
-        if isinstance(self.options.plan, Plan):
-            plan = followed(self.options.plan, self.whole, tp, training=self.training)
-            return as_planned(plan, self.analysis)
-        asked = self.options.overrides
-        return as_overridden(asked, self.whole, self.analysis, self.matching, tp)
-
-
-def _answer(asked: Asking) -> Answer:
-    """What a sharded model needs to answer a call that it has no graph for."""
-    work = _Work(asked.model, asked.options, asked.inputs, asked.caches)
-    made = work.made(asked.where.size, asked.where.name)
-    layers = made.layers(asked.device, asked.where.rank)
-    return Answer(work.key(), work.program, layers, made.plan)
-
-
-def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -> Program:
-    """The model's graph; of a model on meta the one that it has on the CPU, where it will be read.
-
-    Code that asks for the device takes another way on meta, and plans would differ by that.
-    """
-    if is_meta(model):
-        return capture(skeleton(model), valueless(inputs, torch.device("cpu")), gradients=gradients)
-    return capture(model, inputs, gradients=gradients)

@@ -50,8 +50,12 @@ class Pricing:
         """The bytes of the whole tensor."""
         count = meta.element_size()
         for size in meta.shape:
-            count *= size if type(size) is int else self._value(size)
+            count *= self.number(size)
         return count
+
+    def number(self, size: int | torch.SymInt) -> int:
+        """What a size is."""
+        return size if type(size) is int else self._value(size)
 
     def _value(self, size: int | torch.SymInt) -> int:
         expression = cast(torch.SymInt, size).node.expr

@@ -38,6 +38,8 @@ ALLOWED = {
     "proof": BELOW | NOUNS | {"run", "simulate", "proof"},
     "laws": BELOW | NOUNS | {"passes", "run", "laws"},
 }
+ALLOWED["calls"] = BELOW | NOUNS
+ALLOWED["work"] = {*ALLOWED} - {"arguments"}
 ALLOWED["pipeline"] = {*ALLOWED} - {"arguments"}
 ALLOWED["loading"] = {*ALLOWED} - {"arguments"}
 ALLOWED["offline"] = {*ALLOWED} - {"arguments"}

@@ -11,10 +11,10 @@ from autotp.core.evidence import Evidence
 from autotp.core.plan import Plan
 from autotp.core.trace import Trace
 from autotp.options import Options
-from autotp.pipeline import _Work
 from autotp.proof import prove
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel
+from autotp.work import Work
 
 __all__ = ["Captured", "proven"]
 
@@ -34,7 +34,7 @@ class Captured:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], **options: Any) -> None:
         """The capture of `model`; trained unless told otherwise."""
         self.model = model
-        self.work = _Work(model, Options(**{"example_inputs": inputs, "training": True} | options))
+        self.work = Work(model, Options(**{"example_inputs": inputs, "training": True} | options))
 
     def plan(self, tp: int) -> Plan:
         """The plan alone."""

@@ -25,9 +25,9 @@ from autotp.core.trace import Trace
 from autotp.options import Options
 from autotp.passes.pose import Posed
 from autotp.passes.solve import solve
-from autotp.pipeline import Made, _Work
 from autotp.proof import prove
 from autotp.run.group import Group
+from autotp.work import Made, Work
 from tests.models import FAMILIES, HAND, HandShape, build
 
 __all__ = [
@@ -124,12 +124,12 @@ class Prepared:
 
     model: nn.Module
     inputs: Mapping[str, Any]
-    work: _Work
+    work: Work
     posed: Posed
 
 
 @cache
-def analysed(name: str, *, thirds: bool = False, layers: int = 2) -> _Work:
+def analysed(name: str, *, thirds: bool = False, layers: int = 2) -> Work:
     """The model called `name` in tests.models, captured and analysed once.
 
     - `thirds`: in sizes that 3 divides, and, where it can, with eager attention and labels.
@@ -141,7 +141,7 @@ def analysed(name: str, *, thirds: bool = False, layers: int = 2) -> _Work:
     if thirds and name != HAND:
         inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"])
         inputs.pop("decoder_input_ids", None)
-    return _Work(model, Options(example_inputs=inputs, training=False))
+    return Work(model, Options(example_inputs=inputs, training=False))
 
 
 def _sizes(name: str) -> Set[str]:
@@ -151,7 +151,7 @@ def _sizes(name: str) -> Set[str]:
     return {*FAMILIES[name][2], "vocab_size"}
 
 
-def prepared(work: _Work, tp: int, *, training: bool) -> Prepared:
+def prepared(work: Work, tp: int, *, training: bool) -> Prepared:
     """The placement problem of an analysed model, every conversion of the table open."""
     work = copy.copy(work)
     work.training = training

@@ -15,7 +15,7 @@ from autotp.core.split import Split, segment
 from autotp.errors import VerifyError
 from autotp.options import Options
 from autotp.passes.check import check
-from autotp.pipeline import Made, _Work
+from autotp.work import Made, Work
 
 TP, HIDDEN, FFN, WORDS = 2, 16, 64, 128
 OURS = torch.ops.autotp
@@ -38,10 +38,10 @@ class Block(nn.Module):
 
 
 @cache
-def work() -> _Work:
+def work() -> Work:
     torch.manual_seed(0)
     inputs = {"ids": torch.randint(0, WORDS, (2, 5))}
-    return _Work(Block(), Options(example_inputs=inputs, training=True))
+    return Work(Block(), Options(example_inputs=inputs, training=True))
 
 
 def checked(made: Made) -> None:

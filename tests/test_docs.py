@@ -30,7 +30,7 @@ from autotp.core import price
 from autotp.options import Options
 from autotp.passes.pose import decide
 from autotp.passes.solve import solve
-from autotp.pipeline import Made, _Work
+from autotp.work import Made, Work
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -211,13 +211,13 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def work() -> _Work:
+def work() -> Work:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
-    return _Work(model, Options(training=True))
+    return Work(model, Options(training=True))
 
 
-def planned(work: _Work) -> tuple[Made, list[str]]:
+def planned(work: Work) -> tuple[Made, list[str]]:
     """The optimum at tp 2, and the parameters whose gradient is partial in it."""
     posed = work.posed(2)
     solution = solve(posed.problem)
@@ -236,7 +236,7 @@ def planned(work: _Work) -> tuple[Made, list[str]]:
     ids=["as searched", "with S to R~", "with both"],
 )
 def test_what_the_two_conversions_left_out_would_bring(
-    work: _Work,
+    work: Work,
     monkeypatch: pytest.MonkeyPatch,
     unpriced: set[tuple[str, str]],
     time: int,

@@ -28,11 +28,11 @@ from autotp.errors import VerifyError
 from autotp.passes.check import check
 from autotp.passes.pose import Posed
 from autotp.passes.solve import solve
-from autotp.pipeline import Made, _Work
 from autotp.proof import prove
 from autotp.run.blocks import take
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel
+from autotp.work import Made, Work
 from tests.random_plans import analysed
 
 TP = 2
@@ -44,7 +44,7 @@ Edit = Callable[[fx.Graph], str]
 
 
 @cache
-def planned(name: str) -> tuple[_Work, Posed, Solution]:
+def planned(name: str) -> tuple[Work, Posed, Solution]:
     """One layer of a model, planned with gradients."""
     work = copy.copy(analysed(name, layers=1))
     work.training = True

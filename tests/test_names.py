@@ -13,8 +13,8 @@ import autotp
 from autotp.core.plan import CollectiveRecord, Plan
 from autotp.errors import PlanError
 from autotp.options import Options
-from autotp.pipeline import _Work
 from autotp.run.model import ShardedModel
+from autotp.work import Work
 from tests import models
 from tests.renamed import plain, rename
 
@@ -226,10 +226,10 @@ def images_and_text() -> Built:
 
 
 @pytest.fixture(scope="module")
-def both() -> tuple[_Work, _Work]:
+def both() -> tuple[Work, Work]:
     """The text model alone and in another, captured."""
     found = (BUILDERS["llama"](), images_and_text())
-    alone, nested = (_Work(m, Options(example_inputs=i, training=True)) for m, i in found)
+    alone, nested = (Work(m, Options(example_inputs=i, training=True)) for m, i in found)
     return alone, nested
 
 
@@ -251,7 +251,7 @@ def moves(collectives: Iterable[CollectiveRecord]) -> Counter[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_text_model_in_one_of_images_keeps_its_plan(tp: int, both: tuple[_Work, _Work]) -> None:
+def test_a_text_model_in_one_of_images_keeps_its_plan(tp: int, both: tuple[Work, Work]) -> None:
     alone, plan = (work.made(tp, "tp").plan for work in both)
     nested = [c for c in plan.collectives if f"{c.where}.".startswith(TEXT)]
 

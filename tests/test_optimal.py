@@ -23,7 +23,8 @@ from autotp.core.plan import Plan
 from autotp.core.problem import Edge, Problem, Variable
 from autotp.models import load, presets_root
 from autotp.passes.solve import solve
-from autotp.pipeline import _Work, dry_run
+from autotp.pipeline import dry_run
+from autotp.work import Work
 from tests.models import build, names
 from tests.oracle import optimum
 from tests.random_plans import analysed
@@ -34,7 +35,7 @@ DEEP = {"gpt_neox", "t5", "hand"}
 """Looked at with two layers, so that what lies between layers is seen."""
 
 
-def working(name: str, *, training: bool, layers: int = 1) -> _Work:
+def working(name: str, *, training: bool, layers: int = 1) -> Work:
     work = copy.copy(analysed(name, layers=layers))
     work.training = training
     return work

@@ -13,7 +13,7 @@ from autotp.core.rule import Factor, NodeRule
 from autotp.core.size import Size
 from autotp.core.strategy import Facts, strategies
 from autotp.options import Options
-from autotp.pipeline import _Work
+from autotp.work import Work
 from tests.models import build, names
 from tests.random_plans import Case, Prepared, made, outcome, outcomes, posed, random_problem
 
@@ -104,7 +104,7 @@ def test_random_plans_of_sizes_that_the_ranks_do_not_divide(
 ) -> None:
     """Uneven parts and a factored group, through conversions that no cheap plan would choose."""
     model, inputs = build(name, num_hidden_layers=1, **sizes)
-    work = _Work(model, Options(example_inputs=inputs, training=True))
+    work = Work(model, Options(example_inputs=inputs, training=True))
     ready = Prepared(model, inputs, work, work.posed(tp, everything=True))
     found = [outcome(ready, Case(name, tp, True, seed)) for seed in (7000, 7001, 7002)]
 

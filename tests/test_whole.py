@@ -13,9 +13,9 @@ from autotp.core.held import distinct, much_whole, starred
 from autotp.core.plan import ParameterRecord, Plan
 from autotp.errors import PlanError
 from autotp.options import Options
-from autotp.pipeline import _Work
 from autotp.program import Program
 from autotp.show.report import text
+from autotp.work import Work
 from tests import zoo
 
 KINDS = [
@@ -45,7 +45,7 @@ def places(program: Program) -> set[tuple[str, str]]:
     return {(str(n.target), path(n) or n.name) for n in calls}
 
 
-def doubts(record: ParameterRecord, work: _Work, at: set[tuple[str, str]]) -> Iterator[str]:
+def doubts(record: ParameterRecord, work: Work, at: set[tuple[str, str]]) -> Iterator[str]:
     """What a reason claims that is not so."""
     read = {str(n.target) for n in work.program.graph.nodes if n.op == "get_attr" and n.users}
     named = re.findall(r"([a-z]\w+\.\w+\.\w+) at (\S+)", record.reason)
@@ -64,7 +64,7 @@ def doubts(record: ParameterRecord, work: _Work, at: set[tuple[str, str]]) -> It
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     task, model_type = kind.split("/")
-    work = _Work(*_model(task, model_type))
+    work = Work(*_model(task, model_type))
     plan = work.made(4, "tp").plan
     total = sum(r.bytes for r in plan.parameters.values())
     large = {h.pattern for h in distinct(plan.parameters) if h.bytes > total / 1000}

@@ -24,6 +24,7 @@ __all__ = [
     "DiscoveredRecord",
     "Pair",
     "ParameterRecord",
+    "PhaseRecord",
     "Plan",
     "Shard",
 ]
@@ -148,6 +149,22 @@ class CacheRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseRecord:
+    """One kind of call that was planned together with others.
+
+    - `name`: prefill or decode. `calls`: how often it comes.
+    - `variant`, `sizes`, `collectives`: of one such call, as in a plan. `time_ps`: their time.
+    """
+
+    name: str
+    calls: int
+    variant: str
+    sizes: Mapping[str, int]
+    collectives: tuple[CollectiveRecord, ...]
+    time_ps: int
+
+
+@dataclass(frozen=True, slots=True)
 class DiscoveredRecord:
     """An op without a row, its `rule` found by running it, and `where`: the modules that use it."""
 
@@ -179,7 +196,8 @@ class Plan:
     - `sizes`: the sizes it was priced for, e.g. {"batch": 1, "sequence": 4096}.
     - `cost`: level name to integer (core.problem.LEVELS); `bound` the same; `gap` relative, 0.0
       when proven optimal; `method`, `width`, `variables` say how it was solved.
-    - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers".
+    - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers",
+      and under "kv_cache" where calls take or give a cache: at its longest.
     - `replicated_fraction`: bytes that every rank holds whole over all parameter bytes, tied once.
     - `unused_fraction`: the part of them that the captured graph does not read: towers of inputs
       that were not given, over all parameter bytes.
@@ -187,6 +205,7 @@ class Plan:
     - `discovered`: rules found by running an op that has none. `differing`: ops on whole values
       whose results ranks may disagree on.
     - `caches`: tensors of the cache that calls take or give, by path; empty without one.
+    - `phases`: the calls planned together, this plan's own first; empty for a call planned alone.
     - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
 
@@ -222,6 +241,7 @@ class Plan:
     discovered: tuple[DiscoveredRecord, ...] = ()
     differing: tuple[DifferingRecord, ...] = ()
     caches: Mapping[str, CacheRecord] = field(default_factory=dict[str, CacheRecord])
+    phases: tuple[PhaseRecord, ...] = ()
 
     @property
     def hash(self) -> str:

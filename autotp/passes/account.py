@@ -22,7 +22,7 @@ from autotp.core.price import moved_bytes
 from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
-from autotp.passes.account_cache import caches
+from autotp.passes.account_cache import cache_bytes, caches
 from autotp.passes.account_found import Asked, Found
 from autotp.passes.account_ops import differing, discovered, unruled
 from autotp.passes.account_reasons import Reasons
@@ -305,7 +305,11 @@ class _Accountant:
             by_dtype[record.dtype] += max(s.bytes for s in record.shards)
         asked = self.asked
         memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
-        return {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
+        memory = {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
+        if self.analysis.program.carried:
+            longest = asked.longest or self.pricing
+            memory["kv_cache"] = cache_bytes(self.found, longest, asked.tp)
+        return memory
 
     def _warnings(
         self,

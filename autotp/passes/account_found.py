@@ -9,13 +9,14 @@ from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
 from autotp.core.problem import Solution
 from autotp.core.strategy import Strategy
+from autotp.sizes import Pricing
 
 __all__ = ["Asked", "Found"]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the plan was asked for."""
+    """What the plan was asked for; `longest` has the sizes at which a cache is at its largest."""
 
     tp: int
     training: bool
@@ -27,6 +28,7 @@ class Asked:
     shard_threshold: float
     overrides: Mapping[str, str]
     reduce_dtype: str | None
+    longest: Pricing | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ def example_inputs(
     *,
     batch: int = 1,
     sequence: int | None = None,
+    room: int = 0,
     advice: str = "Pass example_inputs={name: tensor}.",
 ) -> dict[str, Any]:
     """Inputs for a model that has a config, on its own device, to price a plan with.
@@ -46,7 +47,7 @@ def example_inputs(
 
     Constraints:
     - `sequence` defaults to the model's maximum, at most 4096; PlanError if it is more than that
-      maximum.
+      maximum. `room` words are to follow it within that maximum.
     - A module without a config, or with a main input of another kind, must be given its inputs;
       `advice` says how.
     """
@@ -58,12 +59,14 @@ def example_inputs(
             f"{advice}"
         )
     most = positions(model)
-    if sequence and most and sequence > most:
+    if most and (sequence or 1) + room > most:
+        more = f" and {room} new words" if room else ""
         raise PlanError(
-            f"{type(model).__name__}: sequence {sequence}, but its config has {most} positions. "
-            f"Give a sequence of at most {most}."
+            f"{type(model).__name__}: sequence {sequence or 1}{more}, but its config has {most} "
+            f"positions. Give a sequence of at most {most - room}."
         )
-    return _Examples(model, batch, sequence or _longest(model)).all(training)
+    longest = min(LONGEST_EXAMPLE, most - room if most else LONGEST_EXAMPLE)
+    return _Examples(model, batch, sequence or longest).all(training)
 
 
 def positions(model: nn.Module) -> int | None:
@@ -265,10 +268,6 @@ def _text_config(model: nn.Module) -> object:
     config = getattr(model, "config", None)
     nested = getattr(config, "get_text_config", None)
     return nested() if callable(nested) else config
-
-
-def _longest(model: nn.Module) -> int:
-    return min(LONGEST_EXAMPLE, positions(model) or LONGEST_EXAMPLE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,9 +31,9 @@ from autotp.core.evidence import Evidence
 from autotp.core.plan import Plan
 from autotp.core.trace import Trace
 from autotp.options import Options
-from autotp.pipeline import _Work
 from autotp.proof import prove
 from autotp.run.group import Group
+from autotp.work import Work
 from tests import zoo
 from tests.benchmarks.coverage_report import report
 
@@ -155,7 +155,7 @@ class _Times:
 
 def _rows(task: str, kind: str, sizes: list[int], times: _Times) -> Iterator[dict[str, Any]]:
     model, inputs = times.timed("build", zoo.build)(kind, task)
-    work = _Work(model, Options(training=True), inputs)
+    work = Work(model, Options(training=True), inputs)
     for tp in sizes:
         try:
             yield _proven(work, task, kind, tp, times)
@@ -163,7 +163,7 @@ def _rows(task: str, kind: str, sizes: list[int], times: _Times) -> Iterator[dic
             yield _failed(task, kind, tp, times.stage, _reason(error)) | {"seconds": times.taken()}
 
 
-def _proven(work: _Work, task: str, kind: str, tp: int, times: _Times) -> dict[str, Any]:
+def _proven(work: Work, task: str, kind: str, tp: int, times: _Times) -> dict[str, Any]:
     made = work.made(tp, "tp")
     device = torch.device("cpu")
     ranks = [work.built(made, Group("tp", tp, rank, device)) for rank in range(tp)]

@@ -24,7 +24,7 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from autotp.core.plan import Plan
 from autotp.options import Options
-from autotp.pipeline import _Work
+from autotp.work import Work
 from tests import zoo
 from tests.benchmarks import coverage
 from tests.benchmarks.hf_plans_report import report
@@ -40,7 +40,7 @@ def rows(task: str, kind: str, sizes: list[int], times: coverage._Times) -> Iter
     if not getattr(model, "tp_plan", None):
         yield from (coverage._row(task, kind, tp, "no plan", "") for tp in sizes)
         return
-    work = _Work(model, Options(training=True), inputs)
+    work = Work(model, Options(training=True), inputs)
     for tp in sizes:
         theirs = times.timed("theirs", hand_made)(task, kind, tp)
         ours = {}

@@ -1,0 +1,89 @@
+"""Several placement problems as one: phases of a run that share weights and what they leave behind.
+
+Each phase keeps its own variables and edges, times what its calls cost counted as often as it runs.
+A tie makes a variable of one phase and one of another agree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
+
+__all__ = ["Phase", "Tie", "joined", "parted"]
+
+_PER_CALL = ("time_ps", "collectives", "conversions")
+"""The levels that every call costs anew; what is held is held once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Phase:
+    """One problem, how often it runs, and those of its variables that an earlier phase counts."""
+
+    problem: Problem
+    calls: int = 1
+    counted: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tie:
+    """Two variables, each as (phase, index), of which `agree[i, j]` says whether choices fit."""
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+    agree: NDArray[np.bool_]
+
+
+def joined(phases: Sequence[Phase], ties: Sequence[Tie]) -> Problem:
+    """The one problem of all phases, in their order."""
+    starts = _starts(phases)
+    variables: list[Variable] = []
+    edges: list[Edge] = []
+    for number, (phase, start) in enumerate(zip(phases, starts, strict=False)):
+        often = _often(phase.calls)
+        for index, variable in enumerate(phase.problem.variables):
+            costs = variable.costs * often[:, None]
+            if index in phase.counted:
+                costs = _legality(costs)
+            name = f"{number}: {variable.name}" if number else variable.name
+            variables.append(replace(variable, name=name, costs=costs))
+        scaled: dict[int, NDArray[np.int64]] = {}
+        for edge in phase.problem.edges:  # tables are shared between edges, and stay so
+            costs = scaled.setdefault(id(edge.costs), edge.costs * often[:, None, None])
+            edges.append(Edge(edge.first + start, edge.second + start, costs))
+    edges += [_edge(tie, starts) for tie in ties]
+    return Problem(LEVELS, tuple(variables), tuple(edges))
+
+
+def parted(phases: Sequence[Phase], solution: Solution) -> list[Solution]:
+    """The solution's choices phase by phase; each has the cost and the proof of the whole."""
+    starts = _starts(phases)
+    return [
+        replace(solution, choice=solution.choice[start:stop]) for start, stop in pairwise(starts)
+    ]
+
+
+def _starts(phases: Sequence[Phase]) -> list[int]:
+    return list(accumulate((len(p.problem.variables) for p in phases), initial=0))
+
+
+def _often(calls: int) -> NDArray[np.int64]:
+    return np.array([calls if level in _PER_CALL else 1 for level in LEVELS], np.int64)
+
+
+def _legality(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The costs without what an earlier phase counts: the order of choices alone is kept."""
+    kept = np.zeros_like(costs)
+    for level in ("forbidden", "index"):
+        kept[LEVELS.index(level)] = costs[LEVELS.index(level)]
+    return kept
+
+
+def _edge(tie: Tie, starts: Sequence[int]) -> Edge:
+    costs = np.zeros((len(LEVELS), *tie.agree.shape), np.int64)
+    costs[LEVELS.index("forbidden")] = ~tie.agree
+    (phase, variable), (other, its) = tie.first, tie.second
+    return Edge(starts[phase] + variable, starts[other] + its, costs)

@@ -1,0 +1,93 @@
+"""Phases posed together: weights lie as one in all of them, and a cache as the call before left it.
+
+What each activation does is free in every phase.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autotp.analysis import Analysis, Value, kept_outputs
+from autotp.core.joined import Phase, Tie, joined
+from autotp.core.partition import Partition
+from autotp.core.placement import Placement
+from autotp.core.problem import Problem
+from autotp.passes.pose import Posed
+
+__all__ = ["PosedPhase", "pose_phases"]
+
+_Held = tuple[int, tuple[Placement, ...], Value]
+"""A variable with its domain, and the value that it places."""
+
+
+@dataclass(frozen=True, slots=True)
+class PosedPhase:
+    """One phase: its program as analysed, its problem, how often it runs."""
+
+    analysis: Analysis
+    posed: Posed
+    calls: int
+
+
+def pose_phases(phases: Sequence[PosedPhase]) -> tuple[list[Phase], Problem]:
+    """The problem of each phase with what it counts, and the one problem of all."""
+    counted: set[str] = set()
+    parts: list[Phase] = []
+    for phase in phases:
+        posed = phase.posed.parameters
+        again = frozenset(v for name, (v, _) in posed.items() if name in counted)
+        counted |= {*posed}
+        parts.append(Phase(phase.posed.problem, phase.calls, again))
+    return parts, joined(parts, list(_ties(phases)))
+
+
+def _ties(phases: Sequence[PosedPhase]) -> Iterator[Tie]:
+    """Each phase's weights with the first that has them, its cache with the one before."""
+    weights: dict[str, tuple[int, Analysis, _Held]] = {}
+    left: dict[str, tuple[int, Analysis, _Held]] = {}
+    for number, phase in enumerate(phases):
+        analysis = phase.analysis
+        for name, held in _weights(phase).items():
+            yield from _tied(
+                weights.setdefault(name, (number, analysis, held)), number, phase, held
+            )
+        taken, given = _caches(phase)
+        for path, held in taken.items():
+            if path in left:
+                yield from _tied(left[path], number, phase, held)
+        left |= {path: (number, analysis, held) for path, held in given.items()}
+
+
+def _tied(
+    before: tuple[int, Analysis, _Held], number: int, phase: PosedPhase, held: _Held
+) -> Iterator[Tie]:
+    first, analysis, (variable, domain, value) = before
+    if first == number:
+        return
+    ours, choices, here = held
+    cuts = [_cut(analysis, value, p) for p in domain]
+    agree = [[cut == _cut(phase.analysis, here, p) for p in choices] for cut in cuts]
+    yield Tie((first, variable), (number, ours), np.array(agree))
+
+
+def _weights(phase: PosedPhase) -> dict[str, _Held]:
+    nodes = phase.analysis.parameters
+    return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.posed.parameters.items()}
+
+
+def _caches(phase: PosedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
+    """The tensors of a cache that a phase takes, and those that it gives, by path."""
+    kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.posed.kept
+    outputs = kept_outputs(phase.analysis)
+    taken = {k.path: (*kept[k.taken.name], (k.taken, 0)) for k in outputs if k.taken is not None}
+    return taken, {k.path: (*kept[k.number], k.value) for k in outputs}
+
+
+def _cut(analysis: Analysis, value: Value, placement: Placement) -> object:
+    """What each rank has of a value, apart from how its axes are called in one program."""
+    if not placement.is_split:
+        return "R", None, ()
+    dim = analysis.dims[value][placement.dim]
+    split = analysis.forest.split(dim, Partition.of(placement.axis))
+    return placement.kind[0], placement.dim, split.encode() if split else ()

@@ -1,0 +1,57 @@
+"""The proof of several calls that were planned together: each by itself, their figures as one."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autotp.cache import CacheState
+from autotp.core.evidence import Evidence
+
+__all__ = ["as_one", "with_values"]
+
+
+def with_values(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The inputs with numbers drawn by `seed` in the tensors of a cache, which are zeros."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(value: object) -> object:
+        if not isinstance(value, CacheState):
+            return value
+        return CacheState(value.spec, [_drawn(leaf, generator) for leaf in value.leaves])
+
+    return pytree.tree_map(drawn, dict(inputs), is_leaf=lambda x: isinstance(x, CacheState))
+
+
+def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not leaf.is_floating_point() or leaf.numel() == 0:
+        return leaf
+    return torch.randn(leaf.shape, generator=generator).to(leaf)
+
+
+def as_one(found: Sequence[Evidence], names: Sequence[str]) -> Evidence:
+    """The evidence of all calls: the worst figures, what was seen of all; the first fault."""
+    if len(found) == 1:
+        return found[0]
+    named = list(zip(names, found, strict=True))
+    faults = [f"{name}: {e.first_divergence}" for name, e in named if e.first_divergence]
+    return replace(
+        found[0],
+        ok=all(e.ok for e in found),
+        max_abs_error=max(e.max_abs_error for e in found),
+        max_rel_error=max(e.max_rel_error for e in found),
+        collectives_predicted=_sum([e.collectives_predicted for e in found]),
+        collectives_seen=_sum([e.collectives_seen for e in found]),
+        first_divergence=next(iter(faults), None),
+        notes=tuple(f"{name}: {note}" for name, e in named for note in e.notes),
+    )
+
+
+def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for count in counts:
+        total.update(count)
+    return dict(total)

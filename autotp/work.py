@@ -1,0 +1,280 @@
+"""One call of a model, from its capture to the graph of a rank: the stages one after the other.
+
+capture → analyse → match → pose → solve → rewrite → account. Calls that are planned together are
+posed and solved as one.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autotp import rulebook
+from autotp.analysis import Decision
+from autotp.cache import stated
+from autotp.calls import Calls
+from autotp.checkpoint.store import GroupStore
+from autotp.constraints import as_overridden, as_planned, followed
+from autotp.core.held import much_whole
+from autotp.core.joined import parted
+from autotp.core.machine import Machine, load_machine
+from autotp.core.plan import CacheRecord, Plan
+from autotp.core.problem import Problem, Solution
+from autotp.errors import PlanError
+from autotp.further import Answer, Asking, Further
+from autotp.offers import offered
+from autotp.options import Options
+from autotp.passes.account import Asked, Found, account
+from autotp.passes.account_phases import with_phases
+from autotp.passes.analyse import analyse
+from autotp.passes.capture import capture
+from autotp.passes.capture_inputs import example_inputs
+from autotp.passes.check import check
+from autotp.passes.clean import retarget
+from autotp.passes.match import match
+from autotp.passes.outline import Outlined, outline
+from autotp.passes.pose import Posed, decide, pose
+from autotp.passes.pose_phases import PosedPhase, pose_phases
+from autotp.passes.rewrite import Rewritten, Target, rewrite
+from autotp.passes.solve import solve
+from autotp.program import Program, tensor_leaves
+from autotp.run.group import Group, exists, is_real
+from autotp.run.model import ShardedModel, add_variant
+from autotp.run.shards import cut
+from autotp.run.tree import build_tree, refuse_sharded
+from autotp.run.variant import Signature, key_of, mode_of
+from autotp.sizes import Pricing, data_sizes
+from autotp.terms import Constraint, Terms
+from autotp.whole import is_meta, skeleton, valueless, whole_of
+
+__all__ = ["Made", "Work"]
+
+_LESS_WHOLE = "Choose a smaller tp, or leave strict off to see the plan."
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One variant, planned and rewritten.
+
+    - `problem`, `solution`: what was solved, for all variants that were planned together.
+    - `rewrite`: writes the graph of a rank. `later`: the variants planned together with this one.
+    """
+
+    plan: Plan
+    problem: Problem
+    solution: Solution
+    decision: Decision
+    rewrite: Callable[[int], Rewritten]
+    rewritten: Rewritten
+    later: "tuple[Made, ...]" = ()
+    outlined: dict[object, Outlined] = field(default_factory=dict[object, Outlined])
+
+    def layers(self, device: torch.device, rank: int) -> Outlined:
+        """A rank's graph in layers, for `device`; where all parts are even, the same for all."""
+        graph_of = rank if self.rewritten.uneven else 0
+        key = (device, graph_of)
+        if key not in self.outlined:
+            graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
+            retarget(graph, device)
+            self.outlined[key] = outline(graph)
+        return self.outlined[key]
+
+
+class Work:
+    """One model under one set of options: what is captured once and used for several tp.
+
+    - `later`: the calls that are planned together with this one, and each of them comes `often`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Options,
+        inputs: Mapping[str, Any] | None = None,
+        caches: Mapping[str, CacheRecord] | None = None,
+        often: int = 1,
+    ) -> None:
+        refuse_sharded(model)
+        self.caches, self.often = caches or {}, often
+        self.later: tuple[Work, ...] = ()
+        self.longest: Pricing | None = None
+        self.model, self.options = model, options
+        self.training = model.training if options.training is None else options.training
+        given = inputs if inputs is not None else options.example_inputs
+        if given is None:
+            given = example_inputs(model, self.training)
+        self.inputs = Signature.of(model).spelled(stated(given))
+        self.rules = rulebook.load()
+        machine = options.machine
+        self.machine = (
+            machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
+        )
+        self.whole = whole_of(model)
+        self.program = _captured(model, self.inputs, gradients=self.training)
+        names, strict, grad = list(self.whole.parameters), options.strict, self.training
+        self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
+        self.matching = match(self.analysis, self.rules)
+        self.pricing = Pricing(self.program, tensor_leaves(self.inputs))
+
+    @staticmethod
+    def of(model: nn.Module, options: Options) -> "Work":
+        """The work on one call, or, with `new_tokens`, on those that generating makes, the first of
+        which has the others as its `later` ones.
+        """
+        return _generating(model, options) if options.new_tokens else Work(model, options)
+
+    def made(self, tp: int, group: str) -> Made:
+        """The variant planned for `tp` ranks and rewritten for the group called `group`."""
+        works = (self, *self.later)
+        posed = [work.posed(tp) for work in works]
+        every = [PosedPhase(w.analysis, p, w.often) for w, p in zip(works, posed, strict=True)]
+        phases, problem = pose_phases(every)
+        solution = solve(problem)
+        parts = zip(works, posed, parted(phases, solution), strict=True)
+        first, *later = [work.made_of(p, part, tp, group) for work, p, part in parts]
+        plan = with_phases(first.plan, [m.plan for m in later], [w.often for w in works])
+        if self.options.strict and (told := much_whole(plan.parameters, tp)):
+            raise PlanError(f"{self.whole.name}: strict=True, and {told}. {_LESS_WHOLE}")
+        found = {"plan": plan, "problem": problem, "solution": solution}
+        return replace(first, **found, later=tuple(later))
+
+    def posed(self, tp: int, *, everything: bool = False) -> Posed:
+        """The placement problem for `tp` ranks; `everything`: with all conversions of the table."""
+        terms = Terms(
+            tp,
+            self.training,
+            self.machine,
+            self.pricing.bytes,
+            self.options.shard_threshold,
+            self._allowed(tp),
+            everything,
+            offered(self.analysis, self.matching, tp),
+            self.caches,
+        )
+        return pose(self.analysis, self.matching, terms)
+
+    def made_of(self, posed: Posed, solution: Solution, tp: int, group: str) -> Made:
+        """The variant rewritten as any legal `solution` says, checked."""
+        decision = decide(posed, solution)
+
+        def rewrite_for(rank: int) -> Rewritten:
+            reduced = self.options.reduce()
+            target = Target(tp, group, self.training, reduced, rank)
+            return self._checked(rewrite(self.analysis, decision, target), decision, tp)
+
+        rewritten = rewrite_for(0)
+        emitted, ways = rewritten.collectives, posed.ways
+        found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
+        drawn = account(self.whole, found, self.pricing, self._asked(tp))
+        return Made(drawn, posed.problem, solution, decision, rewrite_for, rewritten)
+
+    def _checked(self, rewritten: Rewritten, decision: Decision, tp: int) -> Rewritten:
+        check(
+            rewritten.graph,
+            rewritten.values,
+            rewritten.collectives,
+            self.analysis,
+            decision,
+            training=self.training,
+            tp=tp,
+        )
+        return rewritten
+
+    def built(
+        self,
+        made: Made,
+        where: Group,
+        named: torch.device | None = None,
+        shards: Mapping[str, torch.Tensor] | None = None,
+    ) -> ShardedModel:
+        """One rank's model around `shards` (None: the whole's), its graph on `named`, if given."""
+        lost = shards is None and is_meta(self.model) and not is_real(where)
+        device = torch.device("meta") if lost else where.device
+        tree = build_tree(
+            self.model,
+            shards or dict(cut(self.whole.parameters, made.plan, where, device)),
+            plan=made.plan,
+            rank=where.rank,
+            device=device,
+            more=Further(skeleton(self.model), self.options, made.plan, where, device, _answer),
+            store=GroupStore(where),
+            imagined=where.size > 1 and not exists(where.name),
+            baked=self.program.baked,
+        )
+        for work, variant in zip((self, *self.later), (made, *made.later), strict=True):
+            layers = variant.layers(named or device, where.rank)
+            add_variant(tree, work.key(), work.program, layers, variant.plan)
+        return tree
+
+    def key(self) -> str:
+        """What the variant for these inputs answers to."""
+        inputs = Signature.of(self.model).bind((), self.inputs)
+        return key_of(type(self.model).__name__, inputs, mode_of(self.model))
+
+    def _asked(self, tp: int) -> Asked:
+        options = self.options
+        reduced = options.reduce()
+        followed = options.plan.options if isinstance(options.plan, Plan) else {}
+        return Asked(
+            tp=tp,
+            training=self.training,
+            variant=self.key(),
+            machine=self.machine,
+            sizes=data_sizes(self.program, tensor_leaves(self.inputs)),
+            optimizer=options.optimizer,
+            state_dtype=options.state(),
+            # a plan followed keeps the reasons for which it is as it is
+            shard_threshold=cast("float", followed.get("shard_threshold", options.shard_threshold)),
+            overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
+            reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
+            longest=self.longest,
+        )
+
+    def _allowed(self, tp: int) -> Mapping[str, Constraint]:
+        """What a plan to follow, or overrides, leave to each parameter."""
+        if isinstance(self.options.plan, Plan):
+            plan = followed(self.options.plan, self.whole, tp, training=self.training)
+            return as_planned(plan, self.analysis)
+        asked = self.options.overrides
+        return as_overridden(asked, self.whole, self.analysis, self.matching, tp)
+
+
+def _generating(model: nn.Module, options: Options) -> Work:
+    """The work on a prompt's call, with that on a new word's; priced halfway to the last word."""
+    words = options.new_tokens
+    given = options.example_inputs
+    if given is None:
+        given = example_inputs(model, training=False, room=words)
+        given.pop("attention_mask", None)  # of ones: `generate` leaves it out
+    calls, alone = Calls.of(model, given), replace(options, new_tokens=0, training=False)
+    work = Work(model, alone, calls.first())
+    free = work.program.dynamic
+
+    def after(more: int) -> dict[str, Any]:
+        longer = calls.longer(more) if free else calls
+        return longer.next(work.program, longer.first())
+
+    decode = Work(model, alone, after(words // 2), often=words)
+    decode.longest = Pricing(decode.program, tensor_leaves(stated(after(words - 1))))
+    work.later = (decode,)
+    return work
+
+
+def _answer(asked: Asking) -> Answer:
+    """What a sharded model needs to answer a call that it has no graph for."""
+    work = Work(asked.model, asked.options, asked.inputs, asked.caches)
+    made = work.made(asked.where.size, asked.where.name)
+    layers = made.layers(asked.device, asked.where.rank)
+    return Answer(work.key(), work.program, layers, made.plan)
+
+
+def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -> Program:
+    """The model's graph; of a model on meta the one that it has on the CPU, where it will be read.
+
+    Code that asks for the device takes another way on meta, and plans would differ by that.
+    """
+    if is_meta(model):
+        return capture(skeleton(model), valueless(inputs, torch.device("cpu")), gradients=gradients)
+    return capture(model, inputs, gradients=gradients)
