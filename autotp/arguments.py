@@ -136,8 +136,14 @@ def _add_model(
         "--batch", type=_count, default=batch, metavar="N", help=f"batch size (default {batch})"
     )
     parser.add_argument(
-        "--sequence", type=_count, metavar="N", help=f"length (default: {sequence})"
+        "--sequence",
+        "--prompt-length",
+        type=_count,
+        metavar="N",
+        help=f"length (default: {sequence})",
     )
+    words = "plan a prompt's call together with those of N words generated after it"
+    parser.add_argument("--new-tokens", type=_index, default=0, metavar="N", help=words)
     _add_override(parser)
     parser.add_argument("--strict", action="store_true", help=_STRICT)
 

@@ -54,8 +54,10 @@ class Calls:
         settings = getattr(bare, "generation_config", None)
         if settings is not None:  # an end of text would end the recording
             settings.eos_token_id = settings.forced_eos_token_id = None
+            if settings.decoder_start_token_id is None:
+                settings.decoder_start_token_id = 0  # any word: only sizes are looked at
         asked = {k: v for k, v in example.items() if k not in _NOT_ASKED and v is not None}
-        return Calls(bare, asked)
+        return Calls(bare, {k: _valued(v) for k, v in asked.items()})
 
     @property
     def has_encoder(self) -> bool:
@@ -131,6 +133,13 @@ class Calls:
             f"new_tokens: {type(bare).__name__}.generate() ended after fewer than {calls} calls of "
             "its forward. Leave new_tokens out."
         )
+
+
+def _valued(value: Any) -> Any:  # noqa: ANN401  any input
+    """Ones for a tensor on meta: a mask of ones, words that there are."""
+    if isinstance(value, torch.Tensor) and value.is_meta:
+        return torch.ones_like(value, device="cpu")
+    return value
 
 
 def _returned(program: Program, inputs: Mapping[str, Any]) -> Any:  # noqa: ANN401

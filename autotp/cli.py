@@ -262,7 +262,7 @@ def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
 def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace) -> dict[str, Any]:
     """The keyword arguments that the pipeline's functions have in common."""
     if given is None:
-        sizes = {"batch": options.batch, "sequence": options.sequence}
+        sizes = {"batch": options.batch, "sequence": options.sequence, "room": options.new_tokens}
         with _misuse():
             given = example_inputs(model, options.training, **sizes, advice=_FACTORY)
     return {
@@ -271,6 +271,7 @@ def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace
         "machine": options.machine,
         "overrides": dict(options.override),
         "strict": options.strict,
+        "new_tokens": options.new_tokens,
     }
 
 

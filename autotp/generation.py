@@ -98,10 +98,16 @@ def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:
     """
     started = time.perf_counter()
     tokenizer = None if wanted.ids else _tokenizer(wanted)
+    ids = _ids(wanted, tokenizer)
     model = from_pretrained(
-        wanted.directory, tp, dtype=wanted.dtype, trust_remote_code=wanted.trust_remote_code
+        wanted.directory,
+        tp,
+        dtype=wanted.dtype,
+        trust_remote_code=wanted.trust_remote_code,
+        example_inputs={"input_ids": ids},
+        new_tokens=wanted.new_tokens,
     )
-    ids = _ids(wanted, tokenizer).to(next(model.parameters()).device)
+    ids = ids.to(next(model.parameters()).device)
     onward = None
     if tokenizer is not None and model.sharded_state.rank == 0:
         streamer = importlib.import_module("transformers").TextStreamer

@@ -39,9 +39,10 @@ class Pricing:
     def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
         self.symbols: dict[Any, Any] = {}
         self.known: dict[Any, int] = {}
-        for node in program.graph.nodes:
-            if node.op == "placeholder" and str(node.target) in inputs:
-                given = inputs[str(node.target)]
+        placeholders = program.graph.find_nodes(op="placeholder")
+        for name, node in zip(program.inputs, placeholders, strict=True):
+            if name in inputs:
+                given = inputs[name]
                 for size, real in zip(node.meta["val"].shape, given.shape, strict=True):
                     if type(size) is not int and size.node.expr.is_Symbol:
                         self.symbols[size.node.expr] = real
@@ -68,10 +69,16 @@ class Pricing:
 
 
 def data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Batch and sequence of the inputs that the plan is priced for."""
+    """Batch and sequence of the inputs that the plan is priced for; how much `past` a cache has."""
     sizes: dict[str, int] = {}
+    taken = {carried.taken for carried in program.carried.values()}
     for name in program.inputs:
         dims = program.data_dims.get(name, ())
+        if name in taken:
+            if len(dims) > 1:
+                past = inputs[name].shape[dims[-1]]
+                sizes["past"] = max(past, sizes.get("past", 0))
+            continue
         for dim, word in zip(dims, ("batch", "sequence"), strict=False):
             size = inputs[name].shape[dim]
             if sizes.setdefault(word, size) != size:

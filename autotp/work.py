@@ -133,7 +133,9 @@ class Work:
         phases, problem = pose_phases(every)
         solution = solve(problem)
         parts = zip(works, posed, parted(phases, solution), strict=True)
-        first, *later = [work.made_of(p, part, tp, group) for work, p, part in parts]
+        own, *others = [(w, p, part) for w, p, part in parts]
+        first = own[0].made_of(*own[1:], tp, group)
+        later = [w.made_of(p, part, tp, group, first.plan) for w, p, part in others]
         plan = with_phases(first.plan, [m.plan for m in later], [w.often for w in works])
         if self.options.strict and (told := much_whole(plan.parameters, tp)):
             raise PlanError(f"{self.whole.name}: strict=True, and {told}. {_LESS_WHOLE}")
@@ -155,8 +157,15 @@ class Work:
         )
         return pose(self.analysis, self.matching, terms)
 
-    def made_of(self, posed: Posed, solution: Solution, tp: int, group: str) -> Made:
-        """The variant rewritten as any legal `solution` says, checked."""
+    def made_of(
+        self,
+        posed: Posed,
+        solution: Solution,
+        tp: int,
+        group: str,
+        beside: Plan | None = None,
+    ) -> Made:
+        """The variant rewritten as any legal `solution` says, checked; `beside` has its weights."""
         decision = decide(posed, solution)
 
         def rewrite_for(rank: int) -> Rewritten:
@@ -167,7 +176,7 @@ class Work:
         rewritten = rewrite_for(0)
         emitted, ways = rewritten.collectives, posed.ways
         found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
-        drawn = account(self.whole, found, self.pricing, self._asked(tp))
+        drawn = account(self.whole, found, self.pricing, self._asked(tp, beside))
         return Made(drawn, posed.problem, solution, decision, rewrite_for, rewritten)
 
     def _checked(self, rewritten: Rewritten, decision: Decision, tp: int) -> Rewritten:
@@ -213,7 +222,7 @@ class Work:
         inputs = Signature.of(self.model).bind((), self.inputs)
         return key_of(type(self.model).__name__, inputs, mode_of(self.model))
 
-    def _asked(self, tp: int) -> Asked:
+    def _asked(self, tp: int, beside: Plan | None) -> Asked:
         options = self.options
         reduced = options.reduce()
         followed = options.plan.options if isinstance(options.plan, Plan) else {}
@@ -230,6 +239,7 @@ class Work:
             overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
             reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
             longest=self.longest,
+            beside=beside,
         )
 
     def _allowed(self, tp: int) -> Mapping[str, Constraint]:

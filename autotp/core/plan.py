@@ -139,6 +139,7 @@ class CacheRecord:
     - `name`: its path in the cache, e.g. `layers.0.keys`.
     - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `size`: of that
       dim as a whole; 0 without one. `split`: the flat form of its `core.split.Split`.
+    - `bytes`: of the whole tensor, at the longest that the plan was priced for.
     """
 
     name: str
@@ -146,6 +147,7 @@ class CacheRecord:
     axis: str | None = None
     size: int = 0
     split: tuple[int, ...] = ()
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from autotp.core.cost import memory_bytes, time_ps, wire_bytes
 from autotp.core.held import much_whole
 from autotp.core.partition import Part, Partition
 from autotp.core.placement import REPLICATED, Placement
-from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.core.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.core.price import moved_bytes
 from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
-from autotp.passes.account_cache import cache_bytes, caches
+from autotp.passes.account_cache import caches, held
 from autotp.passes.account_found import Asked, Found
 from autotp.passes.account_ops import differing, discovered, unruled
 from autotp.passes.account_reasons import Reasons
@@ -64,12 +64,13 @@ class _Accountant:
     def plan(self) -> Plan:
         """The plan."""
         asked, solution = self.asked, self.found.solution
-        parameters = {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
+        parameters = self._parameters()
         total = sum(p.bytes for p in parameters.values())
         held = sum(p.whole_bytes for p in parameters.values())
         fraction = held / total if total else 0.0
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
+        unused = asked.beside.unused_fraction if asked.beside else unused
         without = unruled(self.analysis)
         program = self.analysis.program
         return Plan(
@@ -108,7 +109,7 @@ class _Accountant:
             unused_fraction=unused,
             discovered=discovered(self.analysis),
             differing=differing(self.found, tp=asked.tp, training=asked.training),
-            caches=caches(self.found, self._axis_name),
+            caches=self._caches(),
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────
@@ -220,6 +221,11 @@ class _Accountant:
     def _placement(self, name: str) -> Placement:
         return self.found.decision.parameters.get(name, REPLICATED)
 
+    def _parameters(self) -> Mapping[str, ParameterRecord]:
+        if self.asked.beside is not None:
+            return self.asked.beside.parameters
+        return {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
+
     def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
         placement = self._placement(name)
         split = self._split(name, placement)
@@ -307,9 +313,11 @@ class _Accountant:
         memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
         memory = {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
         if self.analysis.program.carried:
-            longest = asked.longest or self.pricing
-            memory["kv_cache"] = cache_bytes(self.found, longest, asked.tp)
+            memory["kv_cache"] = held(self._caches().values(), asked.tp)
         return memory
+
+    def _caches(self) -> dict[str, CacheRecord]:
+        return caches(self.found, self._axis_name, self.asked.longest or self.pricing)
 
     def _warnings(
         self,
@@ -318,7 +326,8 @@ class _Accountant:
         unruled: Sequence[str],
         reason: str,
     ) -> Iterable[str]:
-        if told := much_whole(parameters, self.asked.tp):
+        told = "" if self.asked.beside else much_whole(parameters, self.asked.tp)
+        if told:
             yield told
             if unused:
                 yield (

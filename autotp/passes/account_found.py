@@ -7,6 +7,7 @@ from torch import fx
 
 from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
+from autotp.core.plan import Plan
 from autotp.core.problem import Solution
 from autotp.core.strategy import Strategy
 from autotp.sizes import Pricing
@@ -16,7 +17,11 @@ __all__ = ["Asked", "Found"]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What the plan was asked for; `longest` has the sizes at which a cache is at its largest."""
+    """What the plan was asked for.
+
+    - `longest`: the sizes at which a cache is at its largest. `beside`: the plan of the call that
+      this one was planned together with, which has all weights.
+    """
 
     tp: int
     training: bool
@@ -29,6 +34,7 @@ class Asked:
     overrides: Mapping[str, str]
     reduce_dtype: str | None
     longest: Pricing | None = None
+    beside: Plan | None = None
 
 
 @dataclass(frozen=True, slots=True)

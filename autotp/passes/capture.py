@@ -231,7 +231,7 @@ def _secondary(call: _Call) -> list[str]:
 
 def _freest(call: _Call, axes: Mapping[str, Axes], failures: list[Exception]) -> _Export | None:
     kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
-    barred = frozenset[str]()
+    barred = _one_word(call, axes)
     for free in dict.fromkeys(freedom & kinds for freedom in FREEDOMS):
         if free & barred:
             continue
@@ -248,6 +248,17 @@ def _freest(call: _Call, axes: Mapping[str, Axes], failures: list[Exception]) ->
         failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
         barred |= _at_fault(guard, call.given, axes)
     return None
+
+
+def _one_word(call: _Call, axes: Mapping[str, Axes]) -> frozenset[str]:
+    """The kinds of axes of one word after a cache: such calls have a graph of their own.
+
+    A free graph takes no size of 1, where torch.export looks at it, so it would be tried in vain.
+    """
+    if not any(state.is_known for state in caches_in(dict(call.given))):
+        return frozenset()
+    every = [a for of in axes.values() for a in of.values()]
+    return frozenset(kind for kind, size in every if size == 1 and kind in ("sequence", "decoder"))
 
 
 def _at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) -> frozenset[str]:

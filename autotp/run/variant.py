@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import check_parts
+from autotp.cache import CacheState, check_parts
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError
 from autotp.program import Program, broken_guard, named_leaves
@@ -165,10 +165,12 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
     Example: `"attention_mask, input_ids, logits_to_keep=1 · eval"`.
     """
     words: list[str] = []
+    states = {name: value for name, value in inputs.items() if isinstance(value, CacheState)}
     for name, value in inputs.items():
         if not isinstance(value, (torch.Tensor, *CONSTANTS)):
-            words.append(f"{name}: {pytree.tree_structure(value)}")
-    for name, leaf in named_leaves(inputs).items():
+            words.append(f"{name}: {states[name].spec if name in states else _nest(value)}")
+    others = {name: value for name, value in inputs.items() if name not in states}
+    for name, leaf in named_leaves(others).items():
         if isinstance(leaf, torch.Tensor):
             words.append(f"{name} with gradient" if leaf.requires_grad else name)
         elif isinstance(leaf, CONSTANTS):
@@ -180,6 +182,11 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
                 "keys and values yet. Pass one of those; instead of a cache, all words so far."
             )
     return f"{', '.join(sorted(words))} · {mode}"
+
+
+def _nest(value: object) -> str:
+    """How a tree of inputs is nested, in one line."""
+    return " ".join(str(pytree.tree_structure(value)).split())
 
 
 def mode_of(model: nn.Module) -> str:

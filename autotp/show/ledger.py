@@ -83,4 +83,5 @@ def _whole_memory(plan: Plan) -> dict[str, int]:
     state_dtype = None if state is None else str(state)
     memory = memory_bytes(held, str(optimizer), state_dtype, training=plan.training)
     buffers = plan.memory.get("buffers", 0)
-    return {**memory, "buffers": buffers, "total": sum(memory.values()) + buffers}
+    memory = {**memory, "buffers": buffers, "kv_cache": sum(c.bytes for c in plan.caches.values())}
+    return {**memory, "total": sum(memory.values())}

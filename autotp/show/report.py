@@ -3,6 +3,7 @@
 Every distinct thing is said once, with its count; no name is cut off, however narrow the page.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from io import StringIO
 
@@ -36,6 +37,7 @@ def render(plan: Plan) -> RenderableType:
         _pairs(plan),
         _others(plan),
         collectives(plan),
+        _phases(plan),
         holdings(plan),
         layouts(plan),
         _whole(plan),
@@ -71,6 +73,25 @@ def _header(plan: Plan) -> RenderableType:
     purpose = "training" if plan.training else "inference"
     title = f"{plan.model}: tensor-parallel over {plan.tp} ranks, {purpose}"
     return Group(Text(title, style="bold"), grid)
+
+
+def _phases(plan: Plan) -> RenderableType | None:
+    """What the calls that were planned together cost, each and all."""
+    if not plan.phases:
+        return None
+    columns = ["phase", "calls", "sizes", "collectives of a call", "time of a call", "of all"]
+    table = titled_table("Planned together", columns, right=("calls", "time of a call", "of all"))
+    for phase in plan.phases:
+        counts = Counter(record.kind.replace("_", "-") for record in phase.collectives)
+        table.add_row(
+            Text(phase.name),
+            Text(count_text(phase.calls)),
+            Text(", ".join(f"{name} {count_text(size)}" for name, size in phase.sizes.items())),
+            Text(", ".join(f"{count_text(n)} {kind}" for kind, n in counts.items()) or "none"),
+            Text(time_text(phase.time_ps)),
+            Text(time_text(phase.calls * phase.time_ps)),
+        )
+    return table
 
 
 def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
