@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
+from autotp.core.problem import Edge, Problem, Solution, Variable
 
 __all__ = ["Phase", "Tie", "joined", "parted"]
 
@@ -43,19 +43,20 @@ def joined(phases: Sequence[Phase], ties: Sequence[Tie]) -> Problem:
     variables: list[Variable] = []
     edges: list[Edge] = []
     for number, (phase, start) in enumerate(zip(phases, starts, strict=False)):
-        often = _often(phase.calls)
+        often = _often(phase)
         for index, variable in enumerate(phase.problem.variables):
             costs = variable.costs * often[:, None]
             if index in phase.counted:
-                costs = _legality(costs)
+                costs = _legality(phase.problem.levels, costs)
             name = f"{number}: {variable.name}" if number else variable.name
             variables.append(replace(variable, name=name, costs=costs))
         scaled: dict[int, NDArray[np.int64]] = {}
         for edge in phase.problem.edges:  # tables are shared between edges, and stay so
             costs = scaled.setdefault(id(edge.costs), edge.costs * often[:, None, None])
             edges.append(Edge(edge.first + start, edge.second + start, costs))
-    edges += [_edge(tie, starts) for tie in ties]
-    return Problem(LEVELS, tuple(variables), tuple(edges))
+    levels = phases[0].problem.levels
+    edges += [_edge(tie, starts, levels) for tie in ties]
+    return Problem(levels, tuple(variables), tuple(edges))
 
 
 def parted(phases: Sequence[Phase], solution: Solution) -> list[Solution]:
@@ -70,20 +71,22 @@ def _starts(phases: Sequence[Phase]) -> list[int]:
     return list(accumulate((len(p.problem.variables) for p in phases), initial=0))
 
 
-def _often(calls: int) -> NDArray[np.int64]:
-    return np.array([calls if level in _PER_CALL else 1 for level in LEVELS], np.int64)
+def _often(phase: Phase) -> NDArray[np.int64]:
+    levels = phase.problem.levels
+    return np.array([phase.calls if level in _PER_CALL else 1 for level in levels], np.int64)
 
 
-def _legality(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+def _legality(levels: Sequence[str], costs: NDArray[np.int64]) -> NDArray[np.int64]:
     """The costs without what an earlier phase counts: the order of choices alone is kept."""
     kept = np.zeros_like(costs)
-    for level in ("forbidden", "index"):
-        kept[LEVELS.index(level)] = costs[LEVELS.index(level)]
+    for number, level in enumerate(levels):
+        if level in ("forbidden", "index"):
+            kept[number] = costs[number]
     return kept
 
 
-def _edge(tie: Tie, starts: Sequence[int]) -> Edge:
-    costs = np.zeros((len(LEVELS), *tie.agree.shape), np.int64)
-    costs[LEVELS.index("forbidden")] = ~tie.agree
+def _edge(tie: Tie, starts: Sequence[int], levels: Sequence[str]) -> Edge:
+    costs = np.zeros((len(levels), *tie.agree.shape), np.int64)
+    costs[levels.index("forbidden")] = ~tie.agree
     (phase, variable), (other, its) = tie.first, tie.second
     return Edge(starts[phase] + variable, starts[other] + its, costs)
