@@ -32,6 +32,7 @@ __all__ = [
     "flat",
     "is_cache",
     "learn_dims",
+    "mark",
     "rebuilt",
     "restore",
     "returned",
@@ -81,7 +82,7 @@ class CacheSpec:
 
     def __str__(self) -> str:
         """The class with a mark of all else, equal in all processes: `DynamicCache#1f0c`."""
-        return _mark(self)
+        return mark(self)
 
     def __repr__(self) -> str:
         """The same: a tree of many layers is not to be read."""
@@ -341,13 +342,25 @@ def _filled(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: A
     return _made(spec, leaves)
 
 
-@lru_cache(maxsize=256)
-def _mark(spec: CacheSpec) -> str:
+def mark(spec: CacheSpec) -> str:
+    """The class with a mark of all else, by a way that a compiler can follow."""
+    return _fresh_mark(spec) if torch.compiler.is_compiling() else _kept_mark(spec)
+
+
+def _fresh_mark(spec: CacheSpec) -> str:
     name = spec.what.__name__ if isinstance(spec.what, type) else spec.kind
-    return f"{name}#{hashlib.sha1(_text(spec).encode()).hexdigest()[:8]}"
+    return f"{name}#{_digest(_text(spec))}"
+
+
+_kept_mark = lru_cache(maxsize=256)(_fresh_mark)
+
+
+@torch.compiler.assume_constant_result
+def _digest(text: str) -> str:
+    return hashlib.sha1(text.encode()).hexdigest()[:8]
 
 
 def _text(spec: CacheSpec) -> str:
     what = spec.what.__qualname__ if isinstance(spec.what, type) else repr(spec.what)
-    inner = ", ".join(f"{k!r}: {_text(i)}" for k, i in zip(spec.keys, spec.items, strict=True))
+    inner = ", ".join([f"{k!r}: {_text(i)}" for k, i in zip(spec.keys, spec.items, strict=True)])
     return f"{spec.kind} {what} ({inner})"

@@ -34,11 +34,12 @@ from autotp.passes.capture_inputs import example_inputs
 from autotp.passes.check import check
 from autotp.passes.clean import retarget
 from autotp.passes.match import match
-from autotp.passes.outline import Outlined, outline
+from autotp.passes.outline import Outlined, Shorter, outline
 from autotp.passes.pose import Posed, decide, pose
 from autotp.passes.pose_phases import PosedPhase, pose_phases
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.solve import solve
+from autotp.passes.unmask import unmasked
 from autotp.program import Program, tensor_leaves
 from autotp.run.group import Group, exists, is_real
 from autotp.run.model import ShardedModel, add_variant
@@ -62,6 +63,7 @@ class Made:
     - `rewrite`: writes the graph of a rank. `later`: the variants planned together with this one.
     """
 
+    program: Program
     plan: Plan
     problem: Problem
     solution: Solution
@@ -78,7 +80,10 @@ class Made:
         if key not in self.outlined:
             graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
             retarget(graph, device)
-            self.outlined[key] = outline(graph)
+            program = self.program
+            masked, *others = unmasked(graph, program.inputs, program.lifted)
+            shorter = [Shorter(u.conditions, outline(u.graph)) for u in reversed(others)]
+            self.outlined[key] = replace(outline(masked.graph), shorter=tuple(shorter))
         return self.outlined[key]
 
 
@@ -177,7 +182,7 @@ class Work:
         emitted, ways = rewritten.collectives, posed.ways
         found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
         drawn = account(self.whole, found, self.pricing, self._asked(tp, beside))
-        return Made(drawn, posed.problem, solution, decision, rewrite_for, rewritten)
+        return Made(self.program, drawn, posed.problem, solution, decision, rewrite_for, rewritten)
 
     def _checked(self, rewritten: Rewritten, decision: Decision, tp: int) -> Rewritten:
         check(

@@ -67,6 +67,7 @@ class Flat:
     root: fx.Graph
     layers: Mapping[str, fx.Graph]
     origin: Mapping[fx.Node, str]
+    shorter: tuple[()] = ()
 
 
 def whole_graph() -> fx.Graph:

@@ -12,6 +12,7 @@ NOUNS = {
     "sizes",
     "analysis",
     "cache",
+    "conditions",
     "layouts",
     "offers",
     "options",

@@ -14,9 +14,10 @@ from typing import TypeAlias
 from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
+from autotp.conditions import Condition
 from autotp.passes.outline_regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
 
-__all__ = ["Outlined", "outline"]
+__all__ = ["Outlined", "Shorter", "outline"]
 
 Arguments: TypeAlias = tuple[Argument, ...]
 Named: TypeAlias = dict[str, Argument]
@@ -30,6 +31,7 @@ class Outlined:
 
     - `root` calls `call_module` at the layer's path; a layer with several results gives a tuple.
     - `layers`: in the order of the calls; `get_attr` targets are relative to the layer.
+    - `shorter`: what does as well where more is known of a call, the shortest first.
     - `origin`: new node to the name of the flat node whose value it is. A call of a layer with
       several results has none (its `getitem` nodes have); a size may have several new nodes.
     """
@@ -37,6 +39,15 @@ class Outlined:
     root: fx.Graph
     layers: Mapping[str, fx.Graph]
     origin: Mapping[fx.Node, str]
+    shorter: tuple["Shorter", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Shorter:
+    """Graphs that give the same in calls of which the conditions hold."""
+
+    conditions: frozenset[Condition]
+    graphs: Outlined
 
 
 def outline(graph: fx.Graph) -> Outlined:

@@ -3,15 +3,16 @@
 import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autotp.errors import PlanError
-from autotp.run.function import Function
+from autotp.run.function import Function, duplicate, function
+from autotp.run.variant import Graphs
 
-__all__ = ["Baked", "Layer", "add_function", "identity", "layer_class"]
+__all__ = ["Baked", "Layer", "add_function", "identity", "layer_class", "running"]
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -70,6 +71,26 @@ class Layer(Baked):
                 f"since the whole model chooses its code. Call {word}() on the whole model."
             )
         return self
+
+
+def running(model: nn.Module, graphs: Graphs) -> fx.Graph:
+    """A copy of the root's graph that calls each layer with its variant, which the layer gets."""
+    names = {
+        path: add_function(_layer(model, path), function(g)) for path, g in graphs.layers.items()
+    }
+    graph = duplicate(graphs.root)
+    for node in graph.nodes:
+        if node.op == "call_module":
+            node.kwargs = {"variant": names[node.target]}
+    return graph
+
+
+def _layer(model: nn.Module, path: str) -> Layer:
+    module = model.get_submodule(path)
+    if not isinstance(module, Layer):
+        module.__class__ = layer_class(type(module))
+        cast(Layer, module).sharded_functions = {}
+    return cast(Layer, module)
 
 
 def add_function(layer: Layer, new: Function) -> str:

@@ -24,8 +24,8 @@ from autotp.core.plan import Plan
 from autotp.errors import CaptureError, PlanError
 from autotp.program import Program
 from autotp.run.aside import stands_aside
-from autotp.run.function import duplicate, function
-from autotp.run.layer import Baked, Layer, add_function, identity, layer_class
+from autotp.run.compiled import Compiled
+from autotp.run.layer import Baked, Layer, identity, running
 from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
@@ -66,6 +66,7 @@ class State:
 
     - `mode`: of the whole model and its submodules, as of the last call that was not compiled.
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
+    - `granted`: what `Variant.granted` said of the call that is being compiled.
     - `modules`, `flags`: all modules, and which of them trained when `mode` was noted.
     """
 
@@ -79,6 +80,7 @@ class State:
     imagined: bool = False
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
+    granted: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
         """A state that shares plans, variants and the maker, and can grow on its own."""
@@ -168,7 +170,8 @@ class ShardedModel(Baked):
         if self.sharded_state.imagined:
             _refuse_to_run(self)
         inputs = {name: stated(value) for name, value in given.items()}
-        return returned(_variant(self, inputs).run(self, inputs, self.sharded_state.rank), given)
+        variant, state = _variant(self, inputs), self.sharded_state
+        return returned(variant.run(self, inputs, state.rank, state.granted), given)
 
     @stands_aside
     def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
@@ -196,6 +199,13 @@ class ShardedModel(Baked):
         if requires_grad and not model.sharded_state.plan.training:
             _refuse_gradients(model, "requires_grad_() was called")
         return super().requires_grad_(requires_grad)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  as torch's own
+        """Makes calls run compiled, by torch.compile with these options; sizes are free.
+
+        Each kind of call is captured and compiled when it first comes.
+        """
+        self._compiled_call_impl = Compiled(self, _variant, kwargs)
 
     @stands_aside
     def part(self, path: str) -> "ShardedModel":
@@ -353,16 +363,10 @@ def add_variant(
     for name, tensor in program.lifted.items():
         if name not in model._buffers:  # pyright: ignore[reportPrivateUsage]
             model.register_buffer(name, tensor.to(model.sharded_state.device), persistent=False)
-    names = {
-        path: add_function(_layer(model, path), function(g)) for path, g in outlined.layers.items()
-    }
-    graph = duplicate(outlined.root)
-    for node in graph.nodes:
-        if node.op == "call_module":
-            node.kwargs = {"variant": names[node.target]}
+    shorter = [(s.conditions, running(model, s.graphs)) for s in outlined.shorter]
     # the flat graph is what was planned; what runs is outlined, and a graph weighs megabytes
     ran = replace(program, graph=fx.Graph())
-    variant = Variant.of(key, ran, outlined, plan, graph)
+    variant = Variant.of(key, ran, outlined, plan, running(model, outlined), shorter)
     model.sharded_state.variants.setdefault(key, []).append(variant)
 
 
@@ -375,14 +379,6 @@ def _store(model: ShardedModel, method: str) -> Store:
             f"--nproc-per-node {state.plan.tp} your_script.py starts."
         )
     return state.store
-
-
-def _layer(model: ShardedModel, path: str) -> Layer:
-    module = model.get_submodule(path)
-    if not isinstance(module, Layer):
-        module.__class__ = layer_class(type(module))
-        cast(Layer, module).sharded_functions = {}
-    return cast(Layer, module)
 
 
 @functools.cache

@@ -14,7 +14,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState, check_parts
+from autotp.cache import CacheSpec, CacheState, check_parts, mark
+from autotp.conditions import Condition
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError
 from autotp.program import Program, broken_guard, named_leaves
@@ -25,8 +26,27 @@ __all__ = ["Graphs", "Signature", "Variant", "key_of", "mode_of"]
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 
+class Shorter(Protocol):
+    """Graphs that give the same in calls of which the conditions hold."""
+
+    @property
+    def conditions(self) -> frozenset[Condition]:
+        """What must hold."""
+        ...
+
+    @property
+    def graphs(self) -> "Graphs":
+        """The graphs."""
+        ...
+
+
 class Graphs(Protocol):
     """A program in layers: what the outliner gives."""
+
+    @property
+    def shorter(self) -> Sequence[Shorter]:
+        """What does as well where more is known of a call, the shortest first."""
+        ...
 
     @property
     def root(self) -> fx.Graph:
@@ -119,6 +139,7 @@ class Variant:
     - `key`: what it answers to; several variants share a key when their guards differ.
     - `graph`: the root's graph as it runs, each layer called with its variant as a constant.
     - `conditions`: the program's guards as functions, which a compiler can trace.
+    - `shorter`: functions that give the same where their conditions hold, the shortest first.
     """
 
     key: str
@@ -128,13 +149,22 @@ class Variant:
     graph: fx.Graph
     function: Function
     conditions: tuple[Callable[..., bool], ...]
+    shorter: tuple[tuple[tuple[Condition, ...], Function], ...]
 
     @staticmethod
-    def of(key: str, program: Program, outlined: Graphs, plan: Plan, graph: fx.Graph) -> "Variant":
+    def of(
+        key: str,
+        program: Program,
+        outlined: Graphs,
+        plan: Plan,
+        graph: fx.Graph,
+        shorter: Sequence[tuple[frozenset[Condition], fx.Graph]],
+    ) -> "Variant":
         """The variant that runs `graph`, the root's, with its function and conditions."""
         guards = (f"lambda L, torch, math: {guard.expression}" for guard in program.guards)
         conditions = tuple(map(eval, guards))
-        return Variant(key, program, outlined, plan, graph, function(graph), conditions)
+        lesser = tuple((tuple(c), function(g)) for c, g in shorter)
+        return Variant(key, program, outlined, plan, graph, function(graph), conditions, lesser)
 
     def holds(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the graph is the model's at the sizes of `inputs`."""
@@ -144,13 +174,23 @@ class Variant:
             return all(condition(inputs, torch, math) for condition in self.conditions)
         return broken_guard(self.program, inputs) is None
 
-    def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int) -> Any:  # noqa: ANN401
+    def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int, granted: int) -> Any:  # noqa: ANN401
         """What the model's forward returns for `inputs`, of which caches are parts of `rank`."""
         if self.plan.caches and not torch.compiler.is_compiling():
             check_parts(inputs, self.plan.caches, rank, self.plan.tp)
         leaves = named_leaves(inputs)
-        flat = self.function(model, *[leaves[name] for name in self.program.inputs])
+        known = granted if torch.compiler.is_compiling() else 0
+        number = known or self.granted(leaves)
+        run = self.shorter[number - 1][1] if number else self.function
+        flat = run(model, *[leaves[name] for name in self.program.inputs])
         return pytree.tree_unflatten(flat, self.program.out_spec)
+
+    def granted(self, leaves: Mapping[str, Any]) -> int:
+        """The number, from 1, of the shortest function that does for these inputs; 0 for none."""
+        for number, (conditions, _) in enumerate(self.shorter, 1):
+            if all(condition.holds(leaves) for condition in conditions):
+                return number
+        return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Variant":
         """The variant itself: it holds no state."""
@@ -165,11 +205,10 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
     Example: `"attention_mask, input_ids, logits_to_keep=1 · eval"`.
     """
     words: list[str] = []
-    states = {name: value for name, value in inputs.items() if isinstance(value, CacheState)}
     for name, value in inputs.items():
         if not isinstance(value, (torch.Tensor, *CONSTANTS)):
-            words.append(f"{name}: {states[name].spec if name in states else _nest(value)}")
-    others = {name: value for name, value in inputs.items() if name not in states}
+            words.append(f"{name}: {_form(pytree.tree_structure(value))}")
+    others = {name: v for name, v in inputs.items() if not isinstance(v, CacheState)}
     for name, leaf in named_leaves(others).items():
         if isinstance(leaf, torch.Tensor):
             words.append(f"{name} with gradient" if leaf.requires_grad else name)
@@ -184,9 +223,14 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
     return f"{', '.join(sorted(words))} · {mode}"
 
 
-def _nest(value: object) -> str:
-    """How a tree of inputs is nested, in one line."""
-    return " ".join(str(pytree.tree_structure(value)).split())
+def _form(spec: pytree.TreeSpec) -> str:
+    """A nest of values in words, which a compiler can follow: `tuple(*, *)`."""
+    if spec.is_leaf():
+        return "*"
+    if isinstance(spec.context, CacheSpec):
+        return mark(spec.context)
+    items = [_form(spec.child(i)) for i in range(spec.num_children)]
+    return f"{spec.type.__name__}({', '.join(items)})"
 
 
 def mode_of(model: nn.Module) -> str:

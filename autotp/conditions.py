@@ -1,0 +1,90 @@
+"""What a shorter graph takes for granted of a call, checked call by call.
+
+Each condition is cheap beside the graph: a comparison of sizes, or one look at the values of a mask
+of words. Where values cannot be looked at (a compiler traces, CUDA captures, a tensor is no plain
+one), the answer is no, and the graph that takes nothing for granted runs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+__all__ = ["PATTERNS", "AtMost", "Condition", "Pattern", "Plain", "plain_values"]
+
+Pattern: TypeAlias = Literal["ones", "counting"]
+PATTERNS: Final[tuple[Pattern, ...]] = ("ones", "counting")
+_KINDS: Final[dict[Pattern, tuple[torch.dtype, ...]]] = {
+    "ones": (torch.bool, torch.int32, torch.int64),
+    "counting": (torch.int32, torch.int64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """An input has at most `most` elements along `dim`.
+
+    Example: `str(AtMost("input_ids", 1, 4096))` is `input_ids.size(1) <= 4096`.
+    """
+
+    name: str
+    dim: int
+    most: int
+
+    def holds(self, leaves: Mapping[str, Any]) -> bool:
+        """Whether it is so in a call with these inputs, by leaf name."""
+        return leaves[self.name].shape[self.dim] <= self.most
+
+    def __str__(self) -> str:
+        """It as code."""
+        return f"{self.name}.size({self.dim}) <= {self.most}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An input has the values of `plain_values`: a mask that hides nothing, places in order.
+
+    Example: `str(Plain("attention_mask", "ones"))` is `attention_mask is ones`.
+    """
+
+    name: str
+    pattern: Pattern
+
+    def holds(self, leaves: Mapping[str, Any]) -> bool:
+        """Whether it is so in a call with these inputs, by leaf name."""
+        if torch.compiler.is_compiling():
+            return False
+        value = leaves[self.name]
+        if not _can_be_read(value):
+            return False
+        if self.pattern == "ones":
+            return bool((value if value.dtype is torch.bool else value == 1).all())
+        return bool((value == torch.arange(value.shape[-1], device=value.device)).all())
+
+    def __str__(self) -> str:
+        """It in words."""
+        return f"{self.name} is {self.pattern}"
+
+
+Condition: TypeAlias = AtMost | Plain
+
+
+def plain_values(
+    pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | None:
+    """A tensor on the CPU with a pattern's values: 1 everywhere, or 0, 1, 2 … along the last dim.
+
+    None where such a tensor has no such values.
+    """
+    if not shape or dtype not in _KINDS[pattern]:
+        return None
+    if pattern == "ones":
+        return torch.ones(shape, dtype=dtype)
+    return torch.arange(shape[-1], dtype=dtype).expand(shape)
+
+
+def _can_be_read(value: torch.Tensor) -> bool:
+    """Whether asking for values gives them, and takes nothing from a gradient."""
+    plain = type(value) is torch.Tensor and not value.is_meta and not value.requires_grad
+    return plain and not (value.is_cuda and torch.cuda.is_current_stream_capturing())

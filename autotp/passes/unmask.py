@@ -1,0 +1,167 @@
+"""Unmask: an attention whose mask is causal says so, and one whose mask hides nothing has none.
+
+A captured graph makes every mask, since no code could look at values while it was traced. Kernels
+that need no mask (flash) are then out of reach, and the mask costs memory in the square of the
+length. `unmask_proof` finds by running it what a mask says. Where that depends on an input's values
+or on a length, the shorter graph holds under conditions, and the graph that has the mask stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, plain_values
+from autotp.passes.unmask_proof import Part, Says, part_of, verdict
+
+__all__ = ["Unmasked", "unmasked"]
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+MASK, CAUSAL = 3, 5  # arguments of the op
+
+
+@dataclass(frozen=True, slots=True)
+class Unmasked:
+    """A graph, and what it takes for granted of a call."""
+
+    graph: fx.Graph
+    conditions: frozenset[Condition]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one attention's mask says, and when."""
+
+    node: fx.Node
+    says: Says
+    conditions: frozenset[Condition]
+
+
+def unmasked(
+    graph: fx.Graph, inputs: Sequence[str], constants: Mapping[str, torch.Tensor]
+) -> list[Unmasked]:
+    """The graph with as few masks as may be: first what takes nothing for granted, `graph` itself
+    where there is nothing to do; then, each with its conditions, shorter ones, the shortest last.
+
+    Constraints:
+    - `inputs`: the leaf names of the placeholders, in order; `constants`: by `get_attr` target.
+    - `graph` is left as it was. What it computes stays, in the order of its nodes.
+    """
+    names = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+    found = _found(graph, names, constants)
+    kinds = {frozenset[Condition](), *(f.conditions for f in found)}
+    return [
+        Unmasked(_without(graph, [f for f in found if f.conditions <= kind]), kind)
+        for kind in sorted(kinds, key=lambda kind: (len(kind), sorted(map(str, kind))))
+    ]
+
+
+def _found(
+    graph: fx.Graph, names: Mapping[fx.Node, str], constants: Mapping[str, torch.Tensor]
+) -> list[_Found]:
+    known: dict[Any, tuple[Says, frozenset[Condition]] | None] = {}
+    found: list[_Found] = []
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        mask = _argument(node, MASK, "attn_mask")
+        if not isinstance(mask, fx.Node) or _argument(node, CAUSAL, "is_causal"):
+            continue
+        query, key = node.all_input_nodes[:2]
+        shapes = str(query.meta["val"].shape[-2]), str(key.meta["val"].shape[-2])
+        if (mask, shapes) not in known:
+            part = part_of(mask, query, key, constants)
+            known[mask, shapes] = None if part is None else _judged(part, names)
+        said = known[mask, shapes]
+        if said is not None:
+            found.append(_Found(node, *said))
+    return found
+
+
+def _judged(part: Part, names: Mapping[fx.Node, str]) -> tuple[Says, frozenset[Condition]] | None:
+    """What a mask says, under which conditions."""
+    for patterns in _patterns(part):
+        part.inputs = patterns
+        judged = verdict(part)
+        if judged is None:
+            continue
+        plain = {Plain(names[node], pattern) for node, pattern in patterns.items()}
+        bounds = _bounds(part, judged.most, names)
+        if bounds is not None:
+            return judged.says, frozenset({*plain, *bounds})
+    return None
+
+
+def _patterns(part: Part) -> list[dict[fx.Node, Pattern]]:
+    """What values its inputs may be taken to have: each a mask of ones, or places in order."""
+    found: list[dict[fx.Node, Pattern]] = [{}]
+    for node in part.inputs:
+        dtype = node.meta["val"].dtype
+        patterns: list[Pattern] = [p for p in PATTERNS if plain_values(p, (1,), dtype) is not None]
+        found = [{**known, node: pattern} for known in found for pattern in patterns]
+    return found if len(part.inputs) <= 2 else []
+
+
+def _bounds(part: Part, most: int | None, names: Mapping[fx.Node, str]) -> set[Condition] | None:
+    """That no length is greater than `most`; None for a length that is no input's."""
+    bounds: set[Condition] = set()
+    if most is None:
+        return bounds
+    for symbol in part.lengths:
+        where = [
+            AtMost(name, dim, most)
+            for node, name in names.items()
+            for dim, size in enumerate(node.meta["val"].shape)
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol
+        ]
+        if not where:
+            return None
+        bounds.add(where[0])
+    return bounds
+
+
+def _without(graph: fx.Graph, found: Sequence[_Found]) -> fx.Graph:
+    """A copy of the graph without these masks; the graph itself if there are none."""
+    if not found:
+        return graph
+    copy = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    copy.output(copy.graph_copy(graph, new))
+    masks = {new[f.node]: _argument(new[f.node], MASK, "attn_mask") for f in found}
+    for each in found:
+        _rewrite(new[each.node], causal=each.says == "causal")
+    idle = _above(masks.values())
+    for node in reversed(list(copy.nodes)):
+        if node in idle and not node.users and node.op != "placeholder":
+            copy.erase_node(node)
+    copy.lint()
+    return copy
+
+
+def _rewrite(node: fx.Node, *, causal: bool) -> None:
+    """Takes the mask out of an attention."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    kwargs.pop("attn_mask", None)
+    if len(args) > MASK:
+        args[MASK] = None
+    if causal and len(args) > CAUSAL:
+        args[CAUSAL] = True
+    elif causal:
+        kwargs["is_causal"] = True
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+def _above(masks: Any) -> set[fx.Node]:  # noqa: ANN401  nodes
+    """The nodes that made the masks."""
+    found: set[fx.Node] = set()
+    waiting: list[fx.Node] = list(masks)
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _argument(node: fx.Node, position: int, name: str) -> Any:  # noqa: ANN401  fx arguments
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name)

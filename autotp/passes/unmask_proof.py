@@ -1,0 +1,324 @@
+"""What an attention's mask says, found by running the part of the graph that makes it.
+
+The part is cut out where sizes begin: it then depends on sizes, which are chosen here, and on the
+values of a few inputs, which are taken to be plain (a mask of ones, places in order). It is run on
+many sizes: small ones, those around each number written in it (a window's length), and, where there
+is memory for it, more than twice as far as all its numbers together reach. What it is at all of
+them it is at all sizes; otherwise it is known up to the largest size at which it was run.
+
+    causal: row q sees the columns k <= q, and there are as many rows as columns
+    full: every row sees every column
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+
+from autotp.conditions import Pattern, plain_values
+
+__all__ = ["Part", "Says", "Verdict", "part_of", "verdict"]
+
+Says: TypeAlias = Literal["causal", "full"]
+# Any: sympy has no types.
+Sizes: TypeAlias = Mapping[Any, int]
+
+SMALL = (1, 2, 3, 5, 8, 17)
+POWERS = (64, 128, 256, 512, 1024, 2048, 4096)
+BUDGET = 2**28  # bytes of all tensors of one run
+MOST_NODES = 300
+SENTINEL = 2**31  # numbers beyond stand for "to the end", or for minus infinity
+SCALING = ("mul", "div", "pow", "shift", "remainder", "fmod", "floor_divide")
+NARROW = (torch.int8, torch.uint8, torch.int16)
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a mask says; `most`: for sizes up to this number only, None for all."""
+
+    says: Says
+    most: int | None
+
+
+@dataclass(slots=True)
+class Part:
+    """The part of a graph that makes a mask.
+
+    - `nodes`: in order, the mask last; `inputs`: those whose values it reads, with their patterns.
+    - `constants`: the values of what it reads as constants.
+    - `rows`, `columns`: the sizes of the attention; `batch`: its batch's symbol, if it is one.
+    """
+
+    nodes: list[fx.Node]
+    inputs: dict[fx.Node, Pattern]
+    constants: dict[fx.Node, torch.Tensor]
+    rows: Any
+    columns: Any
+    batch: Any
+    symbols: list[Any] = field(default_factory=list[Any])
+    inexact: bool = False
+
+    @property
+    def lengths(self) -> list[Any]:
+        """The symbols that are not the batch's."""
+        return [s for s in self.symbols if s != self.batch]
+
+
+def part_of(
+    mask: fx.Node, query: fx.Node, key: fx.Node, constants: Mapping[str, torch.Tensor]
+) -> Part | None:
+    """The part that makes `mask`; None where it reads what cannot be known or repeated."""
+    found: set[fx.Node] = set()
+    waiting = [mask]
+    while waiting:
+        node = waiting.pop()
+        if node in found or _is_size(node):
+            continue
+        found.add(node)
+        waiting += node.all_input_nodes
+    nodes = [n for n in mask.graph.nodes if n in found]
+    if len(nodes) > MOST_NODES or not all(_is_repeatable(n, constants) for n in nodes):
+        return None
+    held = {n: constants[str(n.target)] for n in nodes if n.op == "get_attr"}
+    read: dict[fx.Node, Pattern] = {n: "ones" for n in nodes if n.op == "placeholder"}
+    queries, keys = query.meta["val"].shape, key.meta["val"].shape
+    part = Part(nodes, read, held, queries[-2], keys[-2], _expression(queries[0]))
+    part.symbols = _symbols(part)
+    return part if all(s.is_Symbol for s in part.symbols) else None
+
+
+def verdict(part: Part) -> Verdict | None:
+    """What the mask says at all sizes, or up to some; None where it is neither word."""
+    says = {"causal", "full"}
+    if _expression(part.rows) != _expression(part.columns):
+        says.discard("causal")
+    runs = 0
+    for sizes in _small(part):
+        seen = _said(part, sizes)
+        if seen is not None:
+            runs, says = runs + 1, says & seen
+        if not says:
+            return None
+    if runs < 4:
+        return None
+    most = _reached(part, says)
+    said: Says = "full" if "full" in says else "causal"
+    return Verdict(said, most) if most is None or most > max(SMALL) else None
+
+
+def _reached(part: Part, says: set[str]) -> int | None:
+    """The largest length up to which the mask says so; None for any."""
+    numbers = _numbers(part)
+    last = max(SMALL)
+    far = 2 * _reach(part, numbers) + 3
+    around = {n + d for n in numbers for d in (-1, 0, 1)}
+    for length in sorted(n for n in {*around, *POWERS, far} if max(SMALL) < n <= far):
+        tested = list(_long(part, length))
+        if any(_bytes(part, sizes) > BUDGET for sizes in tested):
+            return last
+        for sizes in tested:
+            seen = _said(part, sizes)
+            if seen is not None and not says & seen:
+                return last
+        last = length
+    return last if part.inexact else None
+
+
+# ── sizes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _small(part: Part) -> Iterator[Sizes]:
+    """All small lengths with each other, with batches of one and more."""
+    chosen = SMALL if len(part.lengths) < 3 else SMALL[1:4]
+    for k, lengths in enumerate(itertools.product(chosen, repeat=len(part.lengths))):
+        for batch in (1, 2, 3) if not part.lengths else (1 + k % 3,):
+            yield dict(zip(part.lengths, lengths, strict=True)) | {part.batch: batch}
+
+
+def _long(part: Part, length: int) -> Iterator[Sizes]:
+    """All lengths long, and each one long among short ones."""
+    once = {part.batch: 1}
+    yield dict.fromkeys(part.lengths, length) | once
+    if len(part.lengths) > 1:
+        for symbol in part.lengths:
+            yield {s: length if s == symbol else 2 for s in part.lengths} | once
+
+
+def _symbols(part: Part) -> list[Any]:
+    """The symbols of all sizes that the part knows."""
+    found: dict[Any, None] = {}
+    expressions = [_expression(part.rows), _expression(part.columns)]
+    for node in part.nodes:
+        expressions += [_expression(s) for s in node.meta["val"].shape]
+        expressions += [_expression(n.meta["val"]) for n in node.all_input_nodes if _is_size(n)]
+    for expression in expressions:
+        if not isinstance(expression, (bool, int, float)):
+            found |= dict.fromkeys(sorted(expression.free_symbols, key=str))
+    return list(found)
+
+
+def _expression(size: Any) -> Any:  # noqa: ANN401  a number, or its expression
+    return size.node.expr if isinstance(size, SYMBOLIC) else size
+
+
+def _value(size: Any, sizes: Sizes) -> Any:  # noqa: ANN401  a number
+    """A size, or another number made of sizes, at chosen ones."""
+    if not isinstance(size, SYMBOLIC):
+        return size
+    known = _expression(size).subs(sizes)
+    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(size)]
+    return kind(known)
+
+
+# ── how far numbers reach ────────────────────────────────────────────────────────────────────────
+
+
+def _numbers(part: Part) -> set[int]:
+    """The numbers written in the part, without what stands for an end or for infinity."""
+    return {n for n, _ in _written(part)}
+
+
+def _reach(part: Part, numbers: set[int]) -> int:
+    """No place at which the mask's form changes is further than this from an edge or a diagonal."""
+    scale = math.prod(n for n, scales in set(_written(part)) if scales and n > 1)
+    return sum(numbers) * scale
+
+
+def _written(part: Part) -> Iterator[tuple[int, bool]]:
+    """Each number, rounded up, and whether something is multiplied by it, divided, or worse."""
+    for node in part.nodes:
+        scales = any(word in str(node.target) for word in SCALING)
+        listed: list[Any] = []
+        map_aggregate((node.args, node.kwargs), listed.append)
+        for size in (n.meta["val"] for n in node.all_input_nodes if _is_size(n)):
+            expression = _expression(size)
+            if not isinstance(expression, (bool, int, float)):
+                yield from ((abs(int(n)), True) for n in expression.atoms() if n.is_Integer)
+            else:
+                listed.append(expression)
+        for value in listed:
+            if type(value) in (int, float) and abs(value) < SENTINEL:
+                yield math.ceil(abs(value)), scales
+    for tensor in part.constants.values():
+        for value in tensor.flatten().tolist():
+            if abs(value) < SENTINEL:
+                yield math.ceil(abs(value)), True
+
+
+# ── running ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _said(part: Part, sizes: Sizes) -> set[str] | None:
+    """What the mask says at these sizes; None where the model could not run at them either."""
+    rows, columns = _value(part.rows, sizes), _value(part.columns, sizes)
+    try:
+        mask = _run(part, sizes)
+        seen = mask.broadcast_to(*mask.shape[:-2], rows, columns)
+    except (RuntimeError, IndexError):  # sizes that do not fit together
+        return None
+    if not _only_hides(mask):
+        return set()
+    seen = seen if seen.dtype is torch.bool else seen == 0
+    said = {"full"} if bool(seen.all()) else set[str]()
+    causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return said | {"causal"} if bool((seen == causal).all()) else said
+
+
+def _only_hides(mask: torch.Tensor) -> bool:
+    """Whether a mask hides, or leaves as it is, and does nothing else."""
+    if mask.dtype is torch.bool:
+        return True
+    return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all())
+
+
+def _run(part: Part, sizes: Sizes) -> torch.Tensor:
+    """The mask at these sizes."""
+    values: dict[fx.Node, Any] = {}
+    last = _last_uses(part.nodes)
+    for node in part.nodes:
+        values[node] = _made(part, node, sizes, values)
+        if node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype in NARROW:
+            part.inexact = part.inexact or _counts(values[node])
+        for done in last.get(node, ()):
+            del values[done]
+    return values[part.nodes[-1]]
+
+
+def _made(part: Part, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]) -> torch.Tensor:
+    if node in part.constants:
+        return part.constants[node]
+    if node in part.inputs:
+        val = node.meta["val"]
+        shape = tuple(_value(s, sizes) for s in val.shape)
+        made = plain_values(part.inputs[node], shape, val.dtype)
+        assert made is not None, f"{node.name} has no {part.inputs[node]}"
+        return made
+
+    def given(argument: Any) -> Any:  # noqa: ANN401  fx arguments
+        if isinstance(argument, torch.device):
+            return torch.device("cpu")
+        if not isinstance(argument, fx.Node):
+            return argument
+        return values[argument] if argument in values else _value(argument.meta["val"], sizes)
+
+    args = _mapped(node.args, given)
+    kwargs = {k: _mapped(v, given) for k, v in node.kwargs.items() if k != "pin_memory"}
+    return cast("OpOverload", node.target)(*args, **kwargs)
+
+
+def _mapped(argument: Any, given: Any) -> Any:  # noqa: ANN401  fx arguments, whose nodes become values
+    if isinstance(argument, list | tuple):
+        return type(argument)(_mapped(a, given) for a in cast("Sequence[Any]", argument))
+    return given(argument)
+
+
+def _counts(value: torch.Tensor) -> bool:
+    """Whether numbers stand in it that are more than marks: they may be rounded further on."""
+    marks = (value == 0) | (value.abs() == 1)
+    if value.dtype.is_floating_point:
+        marks |= value.abs() >= torch.finfo(value.dtype).max
+    return not bool(marks.all())
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node the values that no later one needs."""
+    last = {source: node for node in nodes for source in node.all_input_nodes if source in nodes}
+    return {node: [s for s, at in last.items() if at is node] for node in last.values()}
+
+
+def _bytes(part: Part, sizes: Sizes) -> int:
+    """The bytes of all values of a run, views counted as copies."""
+    total = 0
+    for node in part.nodes:
+        val = node.meta["val"]
+        total += math.prod(_value(s, sizes) for s in val.shape) * val.element_size()
+    return total
+
+
+# ── what can be run ──────────────────────────────────────────────────────────────────────────────
+
+
+def _is_size(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (*SYMBOLIC, int, float))
+
+
+def _is_repeatable(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a run of `node` on the CPU gives what the model has there."""
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    if node.op == "get_attr":
+        held = constants.get(str(node.target))
+        return held is not None and held.device.type == "cpu" and held.numel() <= 1024
+    if node.op == "placeholder":
+        return True
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return False
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not drawn and not node.target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]

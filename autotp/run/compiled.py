@@ -1,0 +1,84 @@
+"""A sharded model's calls, compiled: one compilation for each kind of call, whatever its sizes.
+
+What a compiler cannot see is settled before it is asked: the variant that answers, captured if need
+be, and by the values of a mask the shortest of its graphs.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
+
+import torch
+
+from autotp.cache import stated
+from autotp.program import named_leaves
+from autotp.run.variant import Signature, Variant
+
+__all__ = ["Callee", "Compiled", "Granting"]
+
+
+class Granting(Protocol):
+    """What holds the number of the graph that the call being compiled runs (`Variant.granted`)."""
+
+    granted: int
+
+
+class Callee(Protocol):
+    """A sharded model, as what compiles its calls sees it."""
+
+    @property
+    def sharded_signature(self) -> Signature:
+        """What its forward takes."""
+        ...
+
+    @property
+    def sharded_state(self) -> Granting:
+        """Its state."""
+        ...
+
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: ANN401
+
+
+M = TypeVar("M", bound=Callee)
+# Any: arguments and results of a model.
+Call: TypeAlias = Callable[[Callee, int, Sequence[Any], Mapping[str, Any]], Any]
+
+
+class Compiled:
+    """Calls `model`, each kind of call by a function of its own that is compiled when it comes.
+
+    - `find`: the variant that answers a call with these inputs, captured if need be.
+    - `options`: of torch.compile. Sizes are free unless `dynamic` says otherwise.
+    """
+
+    def __init__(
+        self, model: M, find: Callable[[M, Mapping[str, Any]], Variant], options: Mapping[str, Any]
+    ) -> None:
+        self.model, self.find = model, find
+        self.options: dict[str, Any] = {"dynamic": True, **options}
+        self.known: dict[tuple[Variant, int], Call] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """What the model returns."""
+        if torch.compiler.is_compiling():  # a larger model is compiled, and this one with it
+            return _call(self.model, 0, args, kwargs)
+        inputs = stated(self.model.sharded_signature.bind(args, kwargs))
+        variant = self.find(self.model, inputs)
+        number = variant.granted(named_leaves(inputs))
+        if (variant, number) not in self.known:
+            # a code object of its own: a compiler counts compilations, up to its limit, by it
+            own = FunctionType(_call.__code__.replace(), _call.__globals__, "sharded_call")
+            self.known[variant, number] = cast("Call", torch.compile(own, **self.options))
+        return self.known[variant, number](self.model, number, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
+        """Calls of the model's copy, to be compiled anew."""
+        return Compiled(memo[id(self.model)], self.find, self.options)
+
+
+def _call(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    model.sharded_state.granted = granted  # while this is traced, not while it runs
+    try:
+        return model._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+    finally:
+        model.sharded_state.granted = 0
