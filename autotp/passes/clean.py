@@ -52,6 +52,8 @@ def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyT
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         _slice_run(graph, node, constants)
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        _pack(graph, node)
     for node in reversed(list(graph.nodes)):
         if not node.users and _is_idle(node):
             graph.erase_node(node)
@@ -99,6 +101,21 @@ def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Ten
         copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy)
     graph.erase_node(node)
+
+
+def _pack(graph: fx.Graph, node: fx.Node) -> None:
+    """A linear layer of a slice takes a copy in one piece.
+
+    Torch would multiply each row of the batch by the weight on its own otherwise, unless that
+    requires grad, and read the whole weight for each.
+    """
+    piece = cast(fx.Node, node.args[0])
+    if piece.target is not aten.slice.Tensor or piece.meta["val"].dim() < 3:
+        return
+    with graph.inserting_before(node):
+        packed = graph.call_function(aten.contiguous.default, (piece,))
+    packed.meta = dict(piece.meta)
+    node.replace_input_with(piece, packed)
 
 
 def _run(index: torch.Tensor, size: int) -> range | None:

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from autotp.run.bindings import bind
+
 __all__ = ["Function", "duplicate", "function"]
 
 # Any: a generated function takes whatever tensors its graph takes.
@@ -22,7 +24,9 @@ def function(graph: fx.Graph) -> Function:
 
     Example: `function(layer_graph)(layer, hidden, cos, sin, mask)`.
     """
-    code = graph.python_code("self")
+    run = duplicate(graph)
+    bind(run)
+    code = run.python_code("self")
     return _function(code.src.strip() + "\n", tuple(code.globals.items()))
 
 
