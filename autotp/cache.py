@@ -20,7 +20,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.core.plan import CacheRecord
-from autotp.core.split import Split
 from autotp.errors import CaptureError
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "CacheState",
     "cached",
     "caches_in",
-    "check_parts",
     "flat",
     "is_cache",
     "learn_dims",
@@ -215,34 +213,6 @@ def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) ->
             shape[record.dim] = record.size
             leaves[i] = leaves[i].new_zeros(shape)
     return CacheState(state.spec, leaves)
-
-
-def check_parts(
-    inputs: Mapping[str, Any], records: Mapping[str, CacheRecord], rank: int, tp: int
-) -> None:
-    """Raises CaptureError for a cache that holds another part of a tensor than this rank's.
-
-    Such is a cache that the whole model made, or that was made at its sizes.
-    """
-    states = ((name, v) for name, v in inputs.items() if isinstance(v, CacheState))
-    for number, (name, state) in enumerate(states):
-        prefix = f"{number}." if number else ""
-        for path, leaf in zip(state.spec.paths(), state.leaves, strict=True):
-            record = records.get(prefix + path)
-            if record is None or record.dim is None or leaf.numel() == 0:
-                continue
-            mine, given = _mine(record.split, rank, tp), leaf.shape[record.dim]
-            if given != mine:
-                raise CaptureError(
-                    f"{name}: its {path} has {given} at dim {record.dim}, of {record.size} in "
-                    f"all; rank {rank} of {tp} holds {mine}. A cache of the whole model, or one "
-                    "allocated at its sizes, cannot be continued from: start from an empty one."
-                )
-
-
-@lru_cache(maxsize=256)
-def _mine(split: tuple[int, ...], rank: int, tp: int) -> int:
-    return Split.decode(split).local_length(rank, tp)
 
 
 def caches_in(tree: Any) -> list[CacheState]:  # noqa: ANN401  any nest of values

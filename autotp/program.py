@@ -11,13 +11,25 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = ["Carried", "Guard", "Program", "broken", "broken_guard", "named_leaves", "tensor_leaves"]
+__all__ = [
+    "KEPT",
+    "Carried",
+    "Guard",
+    "Program",
+    "broken",
+    "broken_guard",
+    "named_leaves",
+    "tensor_leaves",
+]
+
+KEPT: Final = "logits_to_keep"
+"""The argument that says which words to give logits of: how many of the last, or positions."""
 
 
 @dataclass(frozen=True, slots=True)

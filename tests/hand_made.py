@@ -20,6 +20,7 @@ from autotp.core.split import Split, block
 from autotp.core.trace import Trace, TracedValue
 from autotp.program import Program
 from autotp.run.blocks import take
+from autotp.run.group import Group
 from autotp.run.model import ShardedModel, add_variant
 from autotp.run.tree import build_tree
 from tests.plans import collective, decoder_plan, parameter
@@ -211,6 +212,8 @@ def _program(whole: HandMade, inputs: dict[str, Tensor]) -> Program:
 
 class NoMore:
     """What is asked for no further graph."""
+
+    where = Group("tp", 1, 0, torch.device("cpu"))
 
     def variant(self, sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
         raise AssertionError(f"no further graph is to be made, for {list(inputs)}")

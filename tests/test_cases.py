@@ -605,6 +605,8 @@ def test_no_class_is_refused() -> None:
     [
         ("save_pretrained", ("directory",), "the parts of the others are not here"),
         ("resize_token_embeddings", (600,), "before"),
+        ("set_attn_implementation", ("eager",), "before"),
+        ("init_continuous_batching", (), "Use generate"),
         ("half", (), "torch.float32 on cpu, and so is the code"),
     ],
 )

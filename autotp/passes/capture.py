@@ -47,9 +47,9 @@ from autotp.program import Carried, Guard, Program, broken, named_leaves
 __all__ = ["capture", "example_inputs", "retarget"]
 
 FREEDOMS = (
-    frozenset({"batch", "sequence", "decoder", "past"}),
-    frozenset({"batch", "past"}),
-    frozenset({"sequence", "decoder", "past"}),
+    frozenset({"batch", "sequence", "decoder", "past", "kept"}),
+    frozenset({"batch", "past", "kept"}),
+    frozenset({"sequence", "decoder", "past", "kept"}),
     frozenset[str](),
 )
 TORCH = os.path.dirname(torch.__file__)

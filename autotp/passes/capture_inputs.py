@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState
 from autotp.errors import CaptureError, PlanError
-from autotp.program import named_leaves
+from autotp.program import KEPT, named_leaves
 
 __all__ = ["Axes", "accepted", "data_axes", "example_inputs", "positions", "traced_at"]
 
@@ -26,7 +26,7 @@ BATCH_SIZES = (3, 2)
 SEQUENCE_SIZES = (11, 13, 17, 19, 7, 5, 3, 2)
 
 Axis = tuple[str, int]
-"""A kind of data size ("batch", "sequence", "decoder" or "past") with the size given."""
+"""A kind of data size ("batch", "sequence", "decoder", "past" or "kept") with the size given."""
 Axes = Mapping[int, Axis]
 """The dims of one input whose size belongs to the data."""
 
@@ -128,7 +128,12 @@ def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
         axes[name] = ({0: ("batch", batch)} if _has_batch(tensor, batch) else {}) | found
     if past:
         axes = {n: _beside_past(of, next(iter(axes.values()))) for n, of in axes.items()}
-    return {n: past.get(n) or axes.get(n, {}) for n in every}
+    kept = {KEPT: {0: ("kept", tensors[KEPT].shape[0])}} if _is_positions(tensors.get(KEPT)) else {}
+    return {n: past.get(n) or kept.get(n) or axes.get(n, {}) for n in every}
+
+
+def _is_positions(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.dim() == 1
 
 
 def _beside_past(axes: Axes, main: Axes) -> Axes:
@@ -179,7 +184,7 @@ def _chosen(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
 
 def _sums(axes: list[Axis]) -> dict[Axis, tuple[Axis, Axis]]:
     """Each length that is the sum of a past and a new one, with the two."""
-    lengths = [a for a in axes if a[0] != "batch"]
+    lengths = [a for a in axes if a[0] not in ("batch", "kept")]
     past = [a for a in lengths if a[0] == "past"]
     new = [a for a in lengths if a[0] != "past"]
     every = product(lengths, past, new)

@@ -25,7 +25,10 @@ from autotp.errors import CaptureError, PlanError
 from autotp.program import Program
 from autotp.run.aside import stands_aside
 from autotp.run.compiled import Compiled
+from autotp.run.generating import generating
+from autotp.run.group import Group
 from autotp.run.layer import Baked, Layer, identity, running
+from autotp.run.refused import refused
 from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
@@ -37,7 +40,9 @@ _CAPTURING = threading.RLock()
 
 
 class More(Protocol):
-    """What captures further calls of a model, or of a part of it."""
+    """What captures further calls of a model, or of a part of it; `where`: the group it runs in."""
+
+    where: Group
 
     def variant(self, sharded: "ShardedModel", inputs: Mapping[str, Any]) -> None:
         """Captures the model for the inputs in its present mode, and calls `add_variant`."""
@@ -238,14 +243,6 @@ class ShardedModel(Baked):
         return part
 
     @stands_aside
-    def get_encoder(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
-        """What the model's own method gives, ready to be called by itself."""
-        own: Callable[..., Any] = getattr(super(), "get_encoder")  # noqa: B009  the class's, if any
-        found = own(*args, **kwargs)
-        paths = [path for path, module in self.named_modules() if module is found and path]
-        return ShardedModel.part(self, paths[0]) if paths else found
-
-    @stands_aside
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "50GB"
     ) -> None:
@@ -265,15 +262,6 @@ class ShardedModel(Baked):
         Constraints: every rank must call it.
         """
         return _store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
-
-    @stands_aside
-    def resize_token_embeddings(self, *args: object, **kwargs: object) -> NoReturn:
-        """Refuses: the model's own method would put whole tables in the place of shards."""
-        raise PlanError(
-            f"{type(self).__name__}: {self.sharded_state} holds shards, which "
-            "resize_token_embeddings would replace by whole tables that no plan knows. Resize the "
-            "whole model before parallelizing it."
-        )
 
 
 def _variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
@@ -392,5 +380,5 @@ def model_class(original: type[nn.Module]) -> type[ShardedModel]:
     forward = FunctionType(call.__code__.replace(), call.__globals__, "forward")
     forward.__doc__ = original.forward.__doc__
     setattr(forward, "__signature__", inspect.signature(original.forward))  # noqa: B010
-    own = identity(original) | {"forward": forward}
+    own = identity(original) | generating(original) | refused(original) | {"forward": forward}
     return type(original.__name__, (ShardedModel, original), own)

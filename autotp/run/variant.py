@@ -14,12 +14,14 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheSpec, CacheState, check_parts, mark
+from autotp.cache import CacheSpec, CacheState, mark
 from autotp.conditions import Condition
 from autotp.core.plan import Plan
 from autotp.errors import CaptureError
 from autotp.program import Program, broken_guard, named_leaves
 from autotp.run.function import Function, function
+from autotp.run.kept import own_parts
+from autotp.run.selected import selected, takes_positions
 
 __all__ = ["Graphs", "Signature", "Variant", "key_of", "mode_of"]
 
@@ -69,6 +71,7 @@ class Signature:
     """What a model's forward takes: names in order, defaults, whether it takes any name at all.
 
     - `said`: constants that every graph is captured with unless told otherwise.
+    - `takes_positions`: words to give logits of may be named by position.
     """
 
     model: str
@@ -76,16 +79,19 @@ class Signature:
     defaults: Mapping[str, object]
     takes_any: bool
     said: Mapping[str, object]
+    takes_positions: bool
 
     @staticmethod
     def of(model: nn.Module) -> "Signature":
         """The signature of the forward of `model`'s class, under the model's own configuration."""
-        parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+        every = inspect.signature(type(model).forward).parameters
+        parameters = list(every.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         names = tuple(p.name for p in named)
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return Signature(type(model).__name__, names, defaults, takes_any, _said(model, names))
+        said, positions = _said(model, names), takes_positions(every)
+        return Signature(type(model).__name__, names, defaults, takes_any, said, positions)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name, without those that change nothing.
@@ -101,12 +107,16 @@ class Signature:
         for name, value in kwargs.items():
             self._check_name(name, given)
             given[name] = value
-        return {name: value for name, value in given.items() if not self._is_idle(name, value)}
+        given = {name: value for name, value in given.items() if not self._is_idle(name, value)}
+        return self._selected(given)
 
     def spelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """The inputs as a capture needs them: `use_cache=False` is said, else a cache comes out."""
         idle = {name: value for name, value in self.said.items() if name in self.names}
-        return idle | dict(inputs)
+        return self._selected(idle | dict(inputs))
+
+    def _selected(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return dict(selected(inputs)) if self.takes_positions else inputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Signature":
         """The signature itself: it holds no state."""
@@ -175,9 +185,9 @@ class Variant:
         return broken_guard(self.program, inputs) is None
 
     def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int, granted: int) -> Any:  # noqa: ANN401
-        """What the model's forward returns for `inputs`, of which caches are parts of `rank`."""
+        """What the model's forward returns for `inputs`, with this `rank`'s part of caches."""
         if self.plan.caches and not torch.compiler.is_compiling():
-            check_parts(inputs, self.plan.caches, rank, self.plan.tp)
+            inputs = own_parts(inputs, self.plan.caches, rank, self.plan.tp)
         leaves = named_leaves(inputs)
         known = granted if torch.compiler.is_compiling() else 0
         number = known or self.granted(leaves)
@@ -217,8 +227,8 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
         else:
             raise CaptureError(
                 f"{model}: the input {name!r} is a {type(leaf).__name__}; a graph takes tensors "
-                "(also in tuples, lists and dicts), numbers, strings and dtypes, and no cache of "
-                "keys and values yet. Pass one of those; instead of a cache, all words so far."
+                "(also in tuples, lists, dicts and caches), numbers, strings and dtypes. Pass one "
+                "of those."
             )
     return f"{', '.join(sorted(words))} · {mode}"
 

@@ -149,24 +149,41 @@ def test_a_cache_is_continued_from_and_each_rank_holds_its_heads(pool: Pools) ->
         assert [(2, 2, 7, 8)] * 2 == shapes  # two of four key-value heads
 
 
-def told_foreign(rank: int, world: int) -> list[str]:
-    """How a rank refuses the whole model's cache, without gradients and with them."""
+def told_foreign(rank: int, world: int) -> tuple[list[list[int]], list[str]]:
+    """What a rank makes of the whole model's cache, and how it refuses others."""
     model = whole("llama", {})
     sharded = autotp.parallelize(whole("llama", {}), example_inputs={"input_ids": prompt(2, 7)})
-    sharded(input_ids=prompt(2, 7), use_cache=True)
+    longer = continued(sharded, kept_by(model))
     refused: list[str] = []
-    for graded in (False, True):
+    for graded, heads in ((False, 3), (True, 4)):
         with torch.set_grad_enabled(graded):
-            kept = model(input_ids=prompt(2, 5), use_cache=True)
-        name = "cache" if "cache" in kept else "past_key_values"
-        with pytest.raises((CaptureError, PlanError)) as caught:
-            sharded(input_ids=prompt(2, 1), use_cache=True, **{name: kept[name]})
+            cache = kept_by(model)
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :heads], layer.values[:, :heads]
+        with pytest.raises((CaptureError, PlanError)) as caught, torch.set_grad_enabled(graded):
+            sharded(input_ids=prompt(1, 3), use_cache=True, cache=cache)
         refused.append(str(caught.value))
-    return refused
+    return longer, refused
 
 
-def test_another_models_cache_is_refused(pool: Pools) -> None:
-    for rank, (plain, graded) in enumerate(pool(2).run(told_foreign)):
-        assert "layers.0.keys has 4 at dim 1, of 4 in all" in plain
-        assert f"rank {rank} of 2 holds 2" in plain
+def kept_by(model: Any) -> Any:
+    kept = model(input_ids=prompt(1, 5), use_cache=True)
+    return kept.get("cache", kept.get("past_key_values"))
+
+
+@torch.no_grad()
+def continued(model: Any, cache: Any) -> list[list[int]]:
+    asked = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
+    longer = torch.cat([prompt(1, 5), prompt(1, 3)], dim=1)
+    return model.generate(longer, cache=cache, **asked).tolist()
+
+
+def test_of_the_whole_models_cache_each_rank_takes_its_part(pool: Pools) -> None:
+    model = whole("llama", {})
+    with torch.no_grad():
+        expected = continued(model, kept_by(model))
+    for rank, (longer, (odd, graded)) in enumerate(pool(2).run(told_foreign)):
+        assert expected == longer
+        assert "layers.0.keys has 3 at dim 1, of 4 in all" in odd
+        assert f"rank {rank} of 2 holds 2" in odd
         assert "requires grad" in graded

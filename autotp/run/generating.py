@@ -1,0 +1,72 @@
+"""The methods by which a sharded model makes words; where they differ from the model's own.
+
+Each process has random numbers of its own. Words drawn from equal logits are equal only if those
+are, so the ranks take over the state of rank 0 when words are asked for. With the same seed on all
+ranks that changes nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from autotp.run.group import Group, exists
+
+__all__ = ["generating", "share_draws"]
+
+
+def generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The methods of `original` that make words, as its sharded models have them; by name."""
+    own: dict[str, Callable[..., Any]] = {}
+    generate = cast("Callable[..., Any] | None", getattr(original, "generate", None))
+    if generate is not None:
+        own["generate"] = _drawn_alike(generate)
+    encoder = cast("Callable[..., Any] | None", getattr(original, "get_encoder", None))
+    if encoder is not None:
+        own["get_encoder"] = _called_alone(encoder)
+    return own
+
+
+def share_draws(group: Group) -> None:
+    """Gives every rank of the group the random state of rank 0, the CPU's and its device's.
+
+    Constraints: every rank must call it; a group without processes is left alone.
+    """
+    if group.size == 1 or not exists(group.name):
+        return
+    on_cuda = group.device.type == "cuda"
+    states = [torch.get_rng_state()]
+    states += [torch.cuda.get_rng_state(group.device)] if on_cuda else []
+    ops = torch.ops._c10d_functional
+    sent = ops.broadcast(torch.cat(states).to(group.device), 0, group.name)
+    shared = ops.wait_tensor(sent).cpu().split([len(s) for s in states])
+    torch.set_rng_state(shared[0])
+    if on_cuda:
+        torch.cuda.set_rng_state(shared[1], group.device)
+
+
+def _drawn_alike(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own `generate`, from one random state on all ranks."""
+
+    @functools.wraps(generate)
+    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+        state = self.sharded_state
+        if not state.imagined:
+            share_draws(state.more.where)
+        return generate(self, *args, **kwargs)
+
+    return alike
+
+
+def _called_alone(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own `get_encoder`, whose encoder is ready to be called by itself."""
+
+    @functools.wraps(get_encoder)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+        found = get_encoder(self, *args, **kwargs)
+        paths = [path for path, module in self.named_modules() if module is found and path]
+        return type(self).part(self, paths[0]) if paths else found
+
+    return alone

@@ -1,0 +1,58 @@
+"""A rank's part of the caches that a call is given."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from autotp.cache import CacheState
+from autotp.core.plan import CacheRecord
+from autotp.core.split import Split
+from autotp.errors import CaptureError
+from autotp.run.blocks import take
+
+__all__ = ["own_parts"]
+
+
+def own_parts(
+    inputs: Mapping[str, Any], records: Mapping[str, CacheRecord], rank: int, tp: int
+) -> Mapping[str, Any]:
+    """The inputs with this rank's part of each tensor of a cache that is whole in them.
+
+    Whole is a cache that the whole model made, or that was allocated at its sizes. Raises
+    CaptureError for a tensor that is neither whole nor this rank's part.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    states = ((name, v) for name, v in inputs.items() if isinstance(v, CacheState))
+    for number, (name, state) in enumerate(states):
+        prefix = f"{number}." if number else ""
+        for i, (path, leaf) in enumerate(zip(state.spec.paths(), state.leaves, strict=True)):
+            record = records.get(prefix + path)
+            if record is None or record.dim is None or leaf.numel() == 0:
+                continue
+            mine, given = _mine(record.split, rank, tp), leaf.shape[record.dim]
+            if given == mine:
+                continue
+            if given != record.size:
+                raise CaptureError(
+                    f"{name}: its {path} has {given} at dim {record.dim}, of {record.size} in "
+                    f"all; rank {rank} of {tp} holds {mine}. Start from an empty cache, or give "
+                    f"the whole model's, with {record.size}."
+                )
+            own = found.setdefault(name, list(state.leaves))
+            own[i] = _part(leaf, record, rank, tp)
+    if not found:
+        return inputs
+    return {n: CacheState(v.spec, found[n]) if n in found else v for n, v in inputs.items()}
+
+
+def _part(whole: torch.Tensor, record: CacheRecord, rank: int, tp: int) -> torch.Tensor:
+    """A copy: the whole tensor is not kept alive for it."""
+    assert record.dim is not None
+    return take(whole, record.dim, Split.decode(record.split), rank, tp).clone()
+
+
+@lru_cache(maxsize=256)
+def _mine(split: tuple[int, ...], rank: int, tp: int) -> int:
+    return Split.decode(split).local_length(rank, tp)

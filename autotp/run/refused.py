@@ -1,0 +1,49 @@
+"""Methods of the model's own that a sharded model refuses: its graphs could not follow."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import nn
+
+from autotp.errors import PlanError
+
+__all__ = ["refused"]
+
+
+def refused(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The methods of `original` that sharded models of it refuse, by name."""
+    return {name: method for name, method in _METHODS.items() if hasattr(original, name)}
+
+
+def _resized(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+    raise PlanError(
+        f"{type(self).__name__}: {self.sharded_state} holds shards, which resize_token_embeddings "
+        "would replace by whole tables that no plan knows. Resize the whole model before "
+        "parallelizing it."
+    )
+
+
+def _attended(self: Any, attn_implementation: object, *_: object, **__: object) -> None:  # noqa: ANN401
+    """Refuses another implementation of attention than the one captured."""
+    captured = getattr(self.config, "_attn_implementation", None)
+    if attn_implementation != captured:
+        raise PlanError(
+            f"{type(self).__name__}: set_attn_implementation({attn_implementation!r}) on "
+            f"{self.sharded_state}, whose graphs are captured with {captured!r}. Set it on the "
+            "whole model before parallelizing it."
+        )
+
+
+def _batched(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+    raise PlanError(
+        f"{type(self).__name__}: continuous batching (generate_batch, or "
+        'cache_implementation="paged") keeps keys and values in pages of its own, sized for all '
+        "heads and written by its own attention, which no graph has. Use generate()."
+    )
+
+
+_METHODS: dict[str, Callable[..., Any]] = {
+    "resize_token_embeddings": _resized,
+    "set_attn_implementation": _attended,
+    "init_continuous_batching": _batched,
+}

@@ -1,0 +1,39 @@
+"""Logits of the last few words: a count that differs from call to call, as a tensor of positions.
+
+A number is part of what a graph is chosen by, so that each count would be a graph of its own.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autotp.program import KEPT
+
+__all__ = ["selected", "takes_positions"]
+
+_WORDS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+
+
+def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether a forward says that it takes positions as well as a count."""
+    return KEPT in parameters and "Tensor" in str(parameters[KEPT].annotation)
+
+
+def selected(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The inputs with the positions of the last words, (count,), in place of their count.
+
+    Constraints: a count of 0 (all words) or 1 (the next word) stays: those are fixed kinds of call.
+    """
+    count = inputs.get(KEPT)
+    words = next((inputs[name] for name in _WORDS if inputs.get(name) is not None), None)
+    if type(count) is not int or count < 2 or words is None or not _is_line(words):
+        return inputs
+    length = words.shape[1]
+    return {**inputs, KEPT: torch.arange(max(length - count, 0), length, device=words.device)}
+
+
+def _is_line(words: torch.Tensor) -> bool:
+    """Whether they are words (batch, length) or vectors (batch, length, size)."""
+    return words.dim() == (3 if words.is_floating_point() else 2)

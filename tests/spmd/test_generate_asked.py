@@ -1,0 +1,154 @@
+"""generate() in real processes, asked in further ways: caches of a fixed size, outputs, draws."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
+
+import autotp
+from autotp.errors import AutotpError
+from tests.spmd.beside import TOLERANCE
+from tests.spmd.pool import Pool
+from tests.spmd.test_generate import NEW, padded, prompt, whole
+
+Pools = Callable[[int], Pool]
+SIZES = {"num_hidden_layers": 1}
+PLAIN = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+STATIC = {"cache_implementation": "static"}
+
+
+def no_sevens(ids: Tensor, scores: Tensor) -> Tensor:
+    """A logits processor: no word that 7 divides."""
+    return scores.masked_fill(torch.arange(scores.shape[1]) % 7 == 0, -torch.inf)
+
+
+def ten_words(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+    """A stopping criterion."""
+    return torch.full((ids.shape[0],), ids.shape[1] >= 10)
+
+
+def embedded(model: Any) -> dict[str, Any]:
+    """The prompt as vectors."""
+    generator = torch.Generator().manual_seed(2)
+    return {"inputs_embeds": torch.randn(2, 7, model.config.hidden_size, generator=generator)}
+
+
+def drafted(model: Any) -> dict[str, Any]:
+    """A draft by the whole model, of which the prompt lookup of the other way has none."""
+    return {"input_ids": prompt(1, 7), "assistant_model": whole("llama", SIZES)}
+
+
+WAYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    "static": lambda _: {"input_ids": prompt(2, 7)} | STATIC,
+    "static, left-padded": lambda _: padded() | STATIC,
+    "static, beams": lambda _: {"input_ids": prompt(2, 7), "num_beams": 3} | STATIC,
+    "static, allocated for all heads": lambda m: {
+        "input_ids": prompt(2, 7), "cache": allocated(m),
+    },
+    "vectors": embedded,
+    "several sequences": lambda _: {
+        "input_ids": prompt(2, 7), "num_beams": 2, "num_return_sequences": 2, "do_sample": True,
+    },
+    "processed and stopped": lambda _: {
+        "input_ids": prompt(2, 7),
+        "logits_processor": LogitsProcessorList([no_sevens]),
+        "stopping_criteria": StoppingCriteriaList([ten_words]),
+    },
+    "drafted": drafted,
+    "looked up": lambda _: {"input_ids": prompt(1, 7), "prompt_lookup_num_tokens": 3},
+}  # fmt: skip
+
+
+def allocated(model: Any) -> StaticCache:
+    """An empty cache at the whole model's sizes."""
+    cache = StaticCache(config=model.config, max_cache_len=7 + NEW)
+    cache.early_initialization(2, 4, 8, torch.float32, torch.device("cpu"))
+    return cache
+
+
+def words(model: Any, way: str) -> list[list[int]]:
+    torch.manual_seed(5)
+    return model.generate(**{**PLAIN, **WAYS[way](model)}).tolist()
+
+
+def told_words(rank: int, world: int) -> tuple[list[list[list[int]]], list[str]]:
+    model = autotp.parallelize(whole("llama", SIZES), example_inputs={"input_ids": prompt(2, 7)})
+    return [words(model, way) for way in WAYS], list(model.plans)
+
+
+def test_the_words_are_the_whole_models(pool: Pools) -> None:
+    expected = [words(whole("llama", SIZES), way) for way in WAYS]
+    for mine, kinds in pool(2).run(told_words):
+        assert dict(zip(WAYS, expected, strict=True)) == dict(zip(WAYS, mine, strict=True))
+        # a draft's lengths differ from step to step, and are one graph
+        assert not [kind for kind in kinds if "logits_to_keep=" in kind.replace("=1", "")]
+
+
+def outputs(model: Any) -> dict[str, list[Tensor]]:
+    """All that generate() can be asked to give beside the words."""
+    asked = ("return_dict_in_generate", "output_scores", "output_logits")
+    inner = ("output_attentions", "output_hidden_states")
+    made = model.generate(prompt(2, 7), **PLAIN, **dict.fromkeys((*asked, *inner), True))
+    names = ("scores", "logits", "attentions", "hidden_states")
+    return {name: list(flat(made[name])) for name in names}
+
+
+def flat(nest: Any) -> Any:
+    for item in nest:
+        yield from [item] if isinstance(item, Tensor) else flat(item)
+
+
+def told_outputs(rank: int, world: int) -> tuple[dict[str, list[Tensor]], list[str]]:
+    model = whole("llama", SIZES)
+    model.set_attn_implementation("eager")
+    sharded: Any = autotp.parallelize(model, example_inputs={"input_ids": prompt(2, 7)})
+    refusals: list[str] = []
+    for ask in (
+        lambda: sharded.generate(prompt(2, 7), cache_implementation="paged", **PLAIN),
+        lambda: sharded.set_attn_implementation("sdpa"),
+    ):
+        with pytest.raises(AutotpError) as caught:
+            ask()
+        refusals.append(str(caught.value))
+    return outputs(sharded), refusals
+
+
+def test_outputs_asked_for_are_the_whole_models(pool: Pools) -> None:
+    model = whole("llama", SIZES)
+    model.set_attn_implementation("eager")
+    expected = outputs(model)
+
+    assert {n: len(of) for n, of in expected.items()} == {
+        "scores": NEW, "logits": NEW, "attentions": NEW, "hidden_states": 2 * NEW,
+    }  # fmt: skip
+    for given, refusals in pool(2).run(told_outputs):
+        for name, tensors in expected.items():
+            for whole_one, mine in zip(tensors, given[name], strict=True):
+                assert whole_one.shape == mine.shape
+                torch.testing.assert_close(mine, whole_one, rtol=TOLERANCE, atol=TOLERANCE)
+        assert "continuous batching" in refusals[0]
+        assert "captured with 'eager'" in refusals[1]
+
+
+def told_draws(rank: int, world: int) -> tuple[list[list[int]], float]:
+    """What ranks with seeds of their own draw, and the next number of each."""
+    model: Any = autotp.parallelize(
+        whole("llama", SIZES), example_inputs={"input_ids": prompt(2, 7)}
+    )
+    torch.manual_seed(5 + rank)
+    return model.generate(prompt(2, 7), **{**PLAIN, "do_sample": True}).tolist(), drawn()
+
+
+def drawn() -> float:
+    return torch.rand(()).item()
+
+
+def test_ranks_with_seeds_of_their_own_draw_what_rank_0_would(pool: Pools) -> None:
+    model: Any = whole("llama", SIZES)
+    torch.manual_seed(5)
+    expected = model.generate(prompt(2, 7), **{**PLAIN, "do_sample": True}).tolist(), drawn()
+
+    assert [expected, expected] == pool(2).run(told_draws)
