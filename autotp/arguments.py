@@ -104,7 +104,13 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=drawn)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
+    _add_reduce_dtype(parser)
     parser.add_argument("--trust-remote-code", action="store_true", help="run code in DIR")
+
+
+def _add_reduce_dtype(parser: argparse.ArgumentParser) -> None:
+    what = "dtype that ranks' parts are summed in, such as float32 (default: the values' own)"
+    parser.add_argument("--reduce-dtype", metavar="NAME", help=what)
 
 
 def _add_override(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +151,7 @@ def _add_model(
     words = "plan a prompt's call together with those of N words generated after it"
     parser.add_argument("--new-tokens", type=_index, default=0, metavar="N", help=words)
     _add_override(parser)
+    _add_reduce_dtype(parser)
     parser.add_argument("--strict", action="store_true", help=_STRICT)
 
 

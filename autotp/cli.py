@@ -33,6 +33,7 @@ from autotp.generation import check as check_generation
 from autotp.laws.check import check
 from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
+from autotp.options import Options
 from autotp.passes.capture_inputs import example_inputs, positions
 from autotp.random_weights import materialize
 from autotp.show.evidence import render_evidence
@@ -95,6 +96,7 @@ def _check(options: Namespace) -> None:
     """Refuses what can be refused before the model is built and captured: that takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
+    Options.of(reduce_dtype=getattr(options, "reduce_dtype", None))
     if options.command in ("rules", "shard", "merge", "generate"):
         return
     load_machine(options.machine, rulebook.root())
@@ -230,6 +232,7 @@ def _generate(options: Namespace) -> int:
         temperature=options.temperature,
         seed=options.seed,
         dtype=options.dtype,
+        reduce_dtype=options.reduce_dtype,
         trust_remote_code=options.trust_remote_code,
     )
     with _misuse():
@@ -272,6 +275,7 @@ def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace
         "overrides": dict(options.override),
         "strict": options.strict,
         "new_tokens": options.new_tokens,
+        "reduce_dtype": options.reduce_dtype,
     }
 
 

@@ -35,6 +35,7 @@ class Wanted:
     temperature: float = 0.0
     seed: int = 0
     dtype: str | None = None
+    reduce_dtype: str | None = None
     trust_remote_code: bool = False
 
 
@@ -106,6 +107,7 @@ def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:
         trust_remote_code=wanted.trust_remote_code,
         example_inputs={"input_ids": ids},
         new_tokens=wanted.new_tokens,
+        reduce_dtype=wanted.reduce_dtype,
     )
     ids = ids.to(next(model.parameters()).device)
     onward = None

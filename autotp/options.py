@@ -107,9 +107,9 @@ class Options:
         """The dtype that sums over the group are made in, None for the values' own."""
         given: object = self.reduce_dtype
         found: object = getattr(torch, given, None) if isinstance(given, str) else given
-        if given is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        if given is None or (isinstance(found, torch.dtype) and _is_summed(found)):
             return cast("torch.dtype | None", found)
-        what = "holds no fractions" if isinstance(found, torch.dtype) else "is no dtype of torch"
+        what = "holds no sums" if isinstance(found, torch.dtype) else "is no dtype of torch"
         raise PlanError(
             f"option reduce_dtype: {given!r} {what}. Give one such as 'float32', or None for the "
             "values' own."
@@ -146,6 +146,11 @@ class Options:
 
 
 _EXAMPLES = {"example_inputs": "{'input_ids': ids}", "overrides": "{'*.down_proj': 'row'}"}
+
+
+def _is_summed(dtype: torch.dtype) -> bool:
+    """Whether numbers of `dtype` can be added: those of one byte are for storage only."""
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def check_ranks(tp: object) -> None:

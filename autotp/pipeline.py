@@ -58,7 +58,8 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     - `optimizer`, `state_dtype`: for the memory account.
     - `overrides`: globs over parameter names to column, row, vocabulary, expert or replicated.
     - `shard_threshold`: parameters smaller than this part of the largest are free to stay whole.
-    - `reduce_dtype`: sums over the group are made in it.
+    - `reduce_dtype`: sums over the group are made in it, which holds all that parameters do; the
+      plan counts its bytes.
     - `strict`: raise for an op without a rule, or more than 10 % of the bytes whole.
     - `new_tokens`: how many words are generated after the inputs, which are a prompt: the plan is
       solved for the prompt's call and for the calls of one word together, each priced at its sizes.

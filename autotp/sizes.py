@@ -7,6 +7,7 @@ import torch
 
 from autotp.core.size import Size
 from autotp.program import Program
+from autotp.sums import sum_dtype
 
 __all__ = ["Pricing", "Sizes", "data_sizes"]
 
@@ -36,7 +37,14 @@ class Sizes:
 class Pricing:
     """The bytes of a program's values when its inputs have the sizes of `inputs`."""
 
-    def __init__(self, program: Program, inputs: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        inputs: Mapping[str, torch.Tensor],
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Of `program`, whose sums over the group are made in `reduce_dtype`."""
+        self.reduce_dtype = reduce_dtype
         self.symbols: dict[Any, Any] = {}
         self.known: dict[Any, int] = {}
         placeholders = program.graph.find_nodes(op="placeholder")
@@ -57,6 +65,11 @@ class Pricing:
     def number(self, size: int | torch.SymInt) -> int:
         """What a size is."""
         return size if type(size) is int else self._value(size)
+
+    def summed(self, meta: torch.Tensor) -> int:
+        """The bytes of the whole tensor in the dtype in which it is summed over the group."""
+        wide = sum_dtype(meta.dtype, self.reduce_dtype)
+        return self.bytes(meta) // meta.element_size() * wide.itemsize
 
     def _value(self, size: int | torch.SymInt) -> int:
         expression = cast(torch.SymInt, size).node.expr

@@ -30,7 +30,8 @@ class Constraint(Protocol):
 class Terms:
     """What the problem depends on besides the program.
 
-    - `priced`: bytes of a (symbolic) tensor at the sizes priced for.
+    - `priced`: bytes of a (symbolic) tensor at the sizes priced for; `summed`: the same where it is
+      summed over the group.
     - `everything`: the conversions that the search leaves out are open too (for random plans).
     - `allowed`: parameter name to the placements that an override or a plan leaves it.
     - `caches`: how tensors of a cache lie already, by path: calls before this one made them so.
@@ -41,6 +42,7 @@ class Terms:
     training: bool
     machine: Machine
     priced: Callable[[torch.Tensor], int]
+    summed: Callable[[torch.Tensor], int]
     shard_threshold: float
     allowed: Mapping[str, Constraint]
     everything: bool = False

@@ -47,6 +47,7 @@ from autotp.run.shards import cut
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing, data_sizes
+from autotp.sums import check_sums
 from autotp.terms import Constraint, Terms
 from autotp.whole import is_meta, skeleton, valueless, whole_of
 
@@ -117,11 +118,12 @@ class Work:
             machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
         )
         self.whole = whole_of(model)
+        check_sums(self.whole.parameters, options.reduce())
         self.program = _captured(model, self.inputs, gradients=self.training)
         names, strict, grad = list(self.whole.parameters), options.strict, self.training
         self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
         self.matching = match(self.analysis, self.rules)
-        self.pricing = Pricing(self.program, tensor_leaves(self.inputs))
+        self.pricing = Pricing(self.program, tensor_leaves(self.inputs), options.reduce())
 
     @staticmethod
     def of(model: nn.Module, options: Options) -> "Work":
@@ -154,6 +156,7 @@ class Work:
             self.training,
             self.machine,
             self.pricing.bytes,
+            self.pricing.summed,
             self.options.shard_threshold,
             self._allowed(tp),
             everything,

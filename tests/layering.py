@@ -10,6 +10,7 @@ NOUNS = {
     "rulebook",
     "program",
     "sizes",
+    "sums",
     "analysis",
     "cache",
     "conditions",

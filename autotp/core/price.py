@@ -15,7 +15,7 @@ from autotp.core.cost import time_ps
 from autotp.core.machine import Machine
 from autotp.core.placement import CONVERSIONS, Placement
 
-__all__ = ["COLLECTIVES", "Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
+__all__ = ["COLLECTIVES", "SUMS", "Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
 
 Cost: TypeAlias = tuple[int, int, int, int]
 Delivered: TypeAlias = tuple[Placement, ...]
@@ -31,6 +31,9 @@ COLLECTIVES = {
     "reduce_rows_first": "all_reduce",
 }
 """Primitives that communicate, and what each runs."""
+
+SUMS = frozenset({"all_reduce", "reduce_scatter"})
+"""Collectives that add, in the dtype that `reduce_dtype` asks for."""
 
 _FREE: Cost = (0, 0, 0, 0)
 _NEVER: Cost = (1, 0, 0, 0)
@@ -91,12 +94,14 @@ def moved_bytes(kind: str, size: int, tp: int, padding: Fraction) -> int:
 class Prices:
     """Costs of conversions of one value of `size` bytes.
 
+    - `summed`: its bytes where it is summed over the group, in a wider dtype perhaps.
     - `flows`: a gradient flows through it; `weight`: it is computed from parameters alone.
     - `padding`: how many bytes ranks exchange a byte of a value cut so; more than 1 where parts are
       uneven, since collectives move parts of one length.
     """
 
     size: int
+    summed: int
     flows: bool
     weight: bool
     training: bool
@@ -138,7 +143,8 @@ class Prices:
         return 0, sum(self._time(kind, cut) for kind in run), len(run), 1
 
     def _time(self, kind: str, cut: Placement) -> int:
-        size = moved_bytes(kind, self.size, self.tp, self.padding(cut))
+        own = self.summed if kind in SUMS else self.size
+        size = moved_bytes(kind, own, self.tp, self.padding(cut))
         return time_ps(kind, size, self.tp, self.machine)
 
     def tree(self, source: Placement, targets: Delivered) -> Cost:

@@ -160,7 +160,7 @@ class _Law:
 
     def _rewritten(self, rank: int) -> fx.Graph:
         """A rank's graph, ended where the results are as the strategy makes them."""
-        prices = Prices(8, flows=True, weight=False, training=self.training, tp=self.tp,
+        prices = Prices(8, 8, flows=True, weight=False, training=self.training, tp=self.tp,
                         machine=MACHINE, everything=True)  # fmt: skip
         values = list(self.case.analysis.dims)
         decision = Decision(

@@ -18,7 +18,7 @@ from autotp.core.held import much_whole
 from autotp.core.partition import Part, Partition
 from autotp.core.placement import REPLICATED, Placement
 from autotp.core.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
-from autotp.core.price import moved_bytes
+from autotp.core.price import SUMS, moved_bytes
 from autotp.core.problem import LEVELS, Solution
 from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
@@ -288,10 +288,11 @@ class _Accountant:
     def _collective(self, run: Emitted) -> CollectiveRecord:
         ranks = run.ranks or self.asked.tp
         shares = run.shares or (Fraction(1),) * len(run.metas)
+        size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
         payload = sum(
-            moved_bytes(run.kind, self.pricing.bytes(m), ranks, share)
+            moved_bytes(run.kind, size(m), ranks, share)
             if run.kind != "all_reduce"
-            else ceil(self.pricing.bytes(m) * share)
+            else ceil(size(m) * share)
             for m, share in zip(run.metas, shares, strict=True)
         )
         return CollectiveRecord(

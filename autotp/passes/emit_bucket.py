@@ -11,6 +11,7 @@ from autotp.analysis import Emitted
 from autotp.core.plan import BUCKET
 from autotp.core.split import Peers, Split
 from autotp.passes.emit_conversion import Target
+from autotp.sums import sum_dtype
 
 __all__ = ["share_gradients"]
 
@@ -50,7 +51,9 @@ def _runs(
             copied = split.copied(to.tp)
             parts = {p: Fraction(n, split.length()) for p, n in copied.items()}
         for peers, part in parts.items():
-            moved.setdefault((to.reduce_dtype or meta.dtype, peers), []).append((meta, part))
+            moved.setdefault((sum_dtype(meta.dtype, to.reduce_dtype), peers), []).append(
+                (meta, part)
+            )
     return [_run(peers, everyone, items) for (_, peers), items in moved.items()]
 
 

@@ -15,6 +15,7 @@ from torch.fx.node import Argument
 
 from autotp.core.placement import CONVERSIONS, Placement
 from autotp.core.split import Split
+from autotp.sums import sum_dtype
 
 __all__ = ["Target", "conversion"]
 
@@ -93,12 +94,12 @@ def _gather(node: fx.Node, dim: int, to: Target) -> fx.Node:
 
 def _sum(node: fx.Node, to: Target) -> fx.Node:
     own = node.meta["val"].dtype
-    wider = to.reduce_dtype if to.reduce_dtype not in (None, own) else None
-    if wider is not None:
-        node = _after(node, _aten.to.dtype, wider)
+    wide = sum_dtype(own, to.reduce_dtype)
+    if wide != own:
+        node = _after(node, _aten.to.dtype, wide)
     new = _after(node, _c10d.all_reduce.default, "sum", to.group)
     new = _after(new, _c10d.wait_tensor.default)
-    return new if wider is None else _after(new, _aten.to.dtype, own)
+    return new if wide == own else _after(new, _aten.to.dtype, own)
 
 
 def _after(node: fx.Node, function: OpOverload, *args: Argument) -> fx.Node:

@@ -278,6 +278,7 @@ class _Poser:
         if found is None:
             found = self.prices[value] = Prices(
                 self.terms.priced(self.analysis.metas[value]),
+                self.terms.summed(self.analysis.metas[value]),
                 value in self.analysis.differentiable,
                 value in self.analysis.weights,
                 self.terms.training,
@@ -339,7 +340,7 @@ class _Poser:
         kind: str,
     ) -> None:
         same = _canonical(rows, columns, self._padding)
-        key = (kind, prices.size, prices.flows, prices.weight, same)
+        key = (kind, prices.size, prices.summed, prices.flows, prices.weight, same)
         table = self.tables.get(key)
         if table is None:
             table = self.tables[key] = _table(rows, columns, cost)

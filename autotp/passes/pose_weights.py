@@ -35,7 +35,8 @@ class Weights:
             off = size
         elif home and split is not None:  # segments without the axis stay whole
             off = size * split.whole() // split.length()
-        return Cost(off, self._bucket(placement, split, size), self._held(split, size))
+        summed = self.terms.summed(self.analysis.metas[value])
+        return Cost(off, self._bucket(placement, split, summed), self._held(split, size))
 
     def _bytes(self, value: Value) -> int:
         meta = self.analysis.metas[value]

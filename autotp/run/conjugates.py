@@ -32,6 +32,7 @@ from autotp.run.blocks import rejoined, segments
 from autotp.run.group import among, rank_of, size_of
 from autotp.run.primitives import PRIMITIVES, Cut, Wire
 from autotp.run.rows import own_bounds
+from autotp.sums import sum_dtype
 
 __all__ = ["LIBRARY", "schema"]
 
@@ -189,7 +190,7 @@ def _shared(gradients: list[Tensor], cuts: Sequence[Cut | None], wire: Wire) -> 
 def _summed(pieces: Sequence[Tensor], peers: Sequence[Peers], wire: Wire) -> list[Tensor]:
     """Each piece summed over its peers, by one all-reduce for each dtype and set of peers."""
     results = list(pieces)
-    kinds = [(wire.dtype or x.dtype, p) for x, p in zip(pieces, peers, strict=True)]
+    kinds = [(sum_dtype(x.dtype, wire.dtype), p) for x, p in zip(pieces, peers, strict=True)]
     for kind in dict.fromkeys(k for k in kinds if k[1].count > 1):
         places = [k for k, own in enumerate(kinds) if own == kind]
         flat = torch.cat([pieces[k].to(kind[0]).flatten() for k in places])

@@ -18,6 +18,7 @@ from autotp.errors import PlanError
 from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.group import checked, rank_of, size_of
 from autotp.run.rows import rows_back, rows_first
+from autotp.sums import sum_dtype
 
 __all__ = ["PRIMITIVES", "Cut", "Wire"]
 
@@ -58,7 +59,7 @@ class Wire:
 
     - `cut`: of the sliced, gathered or scattered dim; for all_to_all, of its input.
     - `to`: for all_to_all, of its result; otherwise the same as `cut`.
-    - `dtype`: what sums are computed in; None for the tensor's own.
+    - `dtype`: what sums are made in at least; None for the tensor's own.
     - `bounds`: where each group of the rows along `cut` ends.
     """
 
@@ -67,6 +68,10 @@ class Wire:
     to: Cut
     dtype: torch.dtype | None = None
     bounds: Tensor | None = None
+
+    def widened(self, x: Tensor) -> Tensor:
+        """`x` in the dtype that it is summed in."""
+        return x.to(sum_dtype(x.dtype, self.dtype))
 
     def reversed(self) -> "Wire":
         """The wire of the backward pass."""
@@ -85,7 +90,7 @@ def _identity(x: Tensor, wire: Wire) -> Tensor:
 
 def _all_reduce(x: Tensor, wire: Wire) -> Tensor:
     group = checked(wire.group)
-    summands = x.to(wire.dtype or x.dtype).contiguous()
+    summands = wire.widened(x).contiguous()
     return _ops.wait_tensor(_ops.all_reduce(summands, "sum", group)).to(x.dtype)
 
 
@@ -121,7 +126,7 @@ def _reduce_scatter(x: Tensor, wire: Wire) -> Tensor:
         own = pieces[rank_of(wire.group)].size(dim)
         longest = max(piece.size(dim) for piece in pieces)
         stacked = torch.cat([_padded(piece, dim, longest) for piece in pieces])
-    summands = stacked.to(wire.dtype or x.dtype).contiguous()
+    summands = wire.widened(stacked).contiguous()
     local = _ops.reduce_scatter_tensor(summands, "sum", ranks, wire.group)
     local = _ops.wait_tensor(local).to(x.dtype)
     return local if own < 0 else local.narrow(dim, 0, own)

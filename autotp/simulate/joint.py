@@ -22,6 +22,7 @@ from autotp.run.blocks import rejoined, segments
 from autotp.run.primitives import Cut, Wire
 from autotp.run.rows import own_bounds
 from autotp.simulate.primitives import PRIMITIVES
+from autotp.sums import sum_dtype
 
 __all__ = ["JOINT", "NAMESPACES", "Arguments", "Joint", "Tally"]
 
@@ -124,7 +125,7 @@ class _JointShareGradients(torch.autograd.Function):
         for k, cut in enumerate(ctx.cuts):
             total, peers = _shared(full[k::width], cut, ctx.dtype)
             sums.append(total)
-            kinds |= {(ctx.dtype or full[k].dtype, p) for p in peers if wanted[k]}
+            kinds |= {(sum_dtype(full[k].dtype, ctx.dtype), p) for p in peers if wanted[k]}
         ctx.tally["backward all_reduce"] += len(kinds)
         results = [sums[k][rank] for rank in range(ctx.size) for k in range(width)]
         kept = (r if w else None for r, w in zip(results, wanted, strict=True))

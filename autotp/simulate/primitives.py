@@ -104,7 +104,7 @@ PRIMITIVES: Mapping[Primitive, Callable[[Sequence[Tensor], Wire], list[Tensor]]]
 
 def _total(xs: Sequence[Tensor], wire: Wire) -> Tensor:
     """The sum over the ranks, in the dtype of the wire."""
-    first, *others = (x.to(wire.dtype or x.dtype) for x in _alike(xs))
+    first, *others = (wire.widened(x) for x in _alike(xs))
     total = first.clone()
     for other in others:
         total += other
