@@ -6,6 +6,7 @@ from autotp.core.plan import Plan
 from autotp.errors import (
     AutotpError,
     CaptureError,
+    GroupError,
     PlanError,
     RuleError,
     UnknownOpError,
@@ -23,6 +24,7 @@ __all__ = [
     "AutotpError",
     "CaptureError",
     "Evidence",
+    "GroupError",
     "Machine",
     "Plan",
     "PlanError",

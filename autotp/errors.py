@@ -6,6 +6,7 @@
     ├── UnknownOpError    an op has no rule, in strict mode
     ├── PlanError         the plan asked for is impossible, or does not fit the model, group or
     machine ├── WeightsError      a parameter's values are missing or do not fit
+    ├── GroupError        a rank is gone or late, or ranks are called with different inputs
     └── VerifyError       the sharded model differs from the whole one, or a graph is ill-typed
 
 A message has three parts: where (node, module path, the model's source line), what (both sides,
@@ -15,6 +16,7 @@ with numbers), and what to do.
 __all__ = [
     "AutotpError",
     "CaptureError",
+    "GroupError",
     "PlanError",
     "RuleError",
     "UnknownOpError",
@@ -49,6 +51,10 @@ class PlanError(AutotpError):
 
 class WeightsError(AutotpError):
     """A parameter's values are missing, or their shape does not fit the plan."""
+
+
+class GroupError(AutotpError):
+    """A rank of the group is gone or late, or the ranks are not called with the same inputs."""
 
 
 class VerifyError(AutotpError):

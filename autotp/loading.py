@@ -1,5 +1,6 @@
 """From a directory to one rank's model: planned on meta, then filled with the rank's slices."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -19,7 +20,8 @@ from autotp.core.plan import Plan
 from autotp.errors import PlanError
 from autotp.models import config_fields
 from autotp.options import Keywords, check_rank
-from autotp.pipeline import planned
+from autotp.pipeline import planned, watched
+from autotp.run.accord import agree_weights
 from autotp.run.exchange import as_one
 from autotp.run.group import Group, resolve
 from autotp.run.heap import give_back
@@ -43,6 +45,8 @@ def from_pretrained(
     mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     rank: int | None = None,
+    timeout: float | timedelta | None = None,
+    debug: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
@@ -59,7 +63,7 @@ def from_pretrained(
 
     - `directory`: with config.json and safetensors files (or pytorch_model.bin), or what `autotp
       shard` wrote for this tp.
-    - `tp`, `mesh`, `group`, `rank`: as for `parallelize`.
+    - `tp`, `mesh`, `group`, `rank`, `timeout`, `debug`: as for `parallelize`.
     - `dtype`: of the parameters; None: as the configuration says, or as stored.
     - `device`: where the parameters go; None: where the group's tensors belong.
     - `attn_implementation`, `trust_remote_code`, `revision`: as in Transformers.
@@ -70,7 +74,7 @@ def from_pretrained(
     are missing, unknown, cut short, of another shape or kind, quantised, or NaN.
     """
     check_rank(rank)
-    where = resolve(tp, mesh=mesh, group=group, rank=rank)
+    where = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
     if device is not None:
         where = Group(where.name, where.size, where.rank, torch.device(device))
     path = Path(directory)
@@ -81,40 +85,51 @@ def from_pretrained(
     }
     options.setdefault("training", False)
     if is_sharded(path):
-        return _from_parts(path, where, dtype, ways, options)
-    with as_one(where):
+        return watched(_from_parts(path, where, dtype, ways, options), where, debug=debug)
+    with as_one(where, "opening the checkpoint"):
         checkpoint = opened(path)
     with checkpoint:
-        with as_one(where):
+        with as_one(where, "building the model"):
             model = hollow(path, dtype=dtype, otherwise=stored_dtype(checkpoint), **ways)
             tensors = prepared(model, checkpoint, allow_extra=allow_extra)
         sharded = _empty(where, model, **options)
         give_back()
-        with as_one(where):
+        with as_one(where, "reading weights"):
             read_shards(sharded, tensors, where)
-    return sharded
+    _agree_whole(sharded, where)
+    return watched(sharded, where, debug=debug)
+
+
+def _agree_whole(model: ShardedModel, where: Group) -> None:
+    """Raises WeightsError on every rank unless all hold the same of what none holds a part of."""
+    records = model.sharded_state.plan.parameters
+    parts = {name for name, record in records.items() if record.dim is not None}
+    whole = (*model.named_parameters(), *model.named_buffers())
+    held = ((name, tensor) for name, tensor in whole if name not in parts)
+    agree_weights(where, held, "what every rank holds whole")
 
 
 def _from_parts(
     path: Path, where: Group, dtype: torch.dtype | str | None, ways: _Ways, options: Keywords
 ) -> ShardedModel:
     """One rank's model from the file that `autotp shard` wrote for it."""
-    with as_one(where):
+    with as_one(where, "opening the checkpoint"):
         _check_own(path, options)
         checkpoint, manifest = part_of(path, where.size, where.rank), Manifest.read(path)
         options["plan"] = Plan.from_json(path / PLAN)
     with checkpoint:
-        with as_one(where):
+        with as_one(where, "building the model"):
             model = hollow(path, dtype=dtype or manifest.torch_dtype(), **ways)
             part(model, list(manifest.untied))
             mark_used(model, manifest.keys)
             fill_buffers(model, read_buffers(model, checkpoint.tensors))
         sharded = _empty(where, model, **options)
         give_back()
-        with as_one(where):
+        with as_one(where, "reading weights"):
             for name, record in sharded.sharded_state.plan.parameters.items():
                 check_part(record, checkpoint.tensors[name], where.rank)
             read_shards(sharded, checkpoint.tensors, where, local=True)
+    _agree_whole(sharded, where)
     return sharded
 
 

@@ -9,7 +9,8 @@ import gzip
 import json
 import warnings
 from dataclasses import replace
-from typing import Unpack
+from datetime import timedelta
+from typing import Unpack, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,10 @@ from autotp.options import (
 )
 from autotp.proof import prove
 from autotp.proof.phases import as_one, with_values
-from autotp.run.group import Group, agree, exists, meet, resolve, together
+from autotp.run.accord import agree, agree_weights, together
+from autotp.run.compare import Comparison
+from autotp.run.group import Group, exists, meet, resolve
+from autotp.run.lost import waiting
 from autotp.run.model import ShardedModel
 from autotp.whole import check_values, device_of
 from autotp.work import Made, Work
@@ -44,7 +48,7 @@ _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
 _LESS_WHOLE = "Choose a smaller tp, or leave strict off to see the plan."
 
-__all__ = ["dry_run", "parallelize", "plan", "planned", "verify"]
+__all__ = ["dry_run", "parallelize", "plan", "planned", "verify", "watched"]
 
 
 def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
@@ -82,6 +86,8 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     rank: int | None = None,
+    timeout: float | timedelta | None = None,
+    debug: bool = False,
     **options: Unpack[Keywords],
 ) -> ShardedModel:
     """One rank's part of `model`, ready to call; the model given is left as it was.
@@ -89,15 +95,30 @@ def parallelize(
     - `tp`: the number of ranks; None takes the group's size.
     - `mesh`: a DeviceMesh (its "tp" dim); `group`: a process group; `rank`: build that rank's model
       without any group, to look at. Without them: the whole world, initialised under torchrun.
+    - `timeout`: seconds after which the group gives up on a rank; None: as it was made.
+    - `debug`: each call is compared with the other ranks', and what differs is named.
     - Further keywords: as for `plan`.
 
-    Raises as `plan` does, and PlanError on every rank if their plans differ.
+    Raises as `plan` does; on every rank PlanError if their plans differ, WeightsError if the
+    models' tensors do. GroupError if a rank is gone or late, here and in each call.
     """
     check_module(model, "parallelize")
     check_rank(rank)
-    where = resolve(tp, mesh=mesh, group=group, rank=rank)
+    where = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
     work, made = planned(where, model, **options)
-    return work.built(made, where)
+    held = (*work.whole.parameters.items(), *work.whole.buffers.items())
+    agree_weights(where, held, "the whole weights")
+    return watched(work.built(made, where), where, debug=debug)
+
+
+def watched(model: ShardedModel, where: Group, *, debug: bool) -> ShardedModel:
+    """The model, whose calls tell of lost ranks; with `debug`, they are compared first."""
+    if not isinstance(cast("object", debug), bool):
+        raise PlanError(f"debug={debug!r}: must be True or False.")
+    state = model.sharded_state
+    state.group = where.name
+    state.compare = Comparison(where) if debug and exists(where.name) else None
+    return model
 
 
 def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tuple[Work, Made]":
@@ -106,7 +127,8 @@ def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tup
         work = Work.of(model, Options.of(**options))
         made = work.made(where.size, where.name)
     agree(where, made.plan.hash, "the plan")
-    meet(where, made.plan)
+    with waiting(where.name, "making sub-groups for gradients"):
+        meet(where, made.plan)
     if (told := much_whole(made.plan.parameters, where.size)) and (
         where.rank == 0 or not exists(where.name)
     ):

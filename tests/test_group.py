@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import PlanError
+from autotp.run.accord import agree
 from autotp.run.conjugates import LIBRARY
-from autotp.run.group import Group, agree, exists, rank_of, resolve, size_of
+from autotp.run.group import Group, exists, rank_of, resolve, size_of
 
 CPU = torch.device("cpu")
 TORCHRUN = r"torchrun --nproc-per-node {} your_script\.py"

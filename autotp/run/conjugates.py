@@ -30,6 +30,7 @@ from autotp.core.placement import CONVERSIONS, Conversion, Primitive
 from autotp.core.split import Peers, Split, share
 from autotp.run.blocks import rejoined, segments
 from autotp.run.group import among, rank_of, size_of
+from autotp.run.lost import waiting
 from autotp.run.primitives import PRIMITIVES, Cut, Wire
 from autotp.run.rows import own_bounds
 from autotp.sums import sum_dtype
@@ -79,7 +80,9 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Stepping, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _converted(gradients[0], ctx.step.reversed()), None
+        step = ctx.step.reversed()
+        with waiting(step.wire.group, f"the backward pass, {step.forward}"):
+            return _converted(gradients[0], step), None
 
 
 class _ShareGradients(torch.autograd.Function):
@@ -100,7 +103,8 @@ class _ShareGradients(torch.autograd.Function):
         results: list[Tensor | None] = [None] * len(gradients)
         if any(gradients[k] is not None for k in wanted):
             full = [_materialized(gradients[k], *ctx.likes[k]) for k in wanted]
-            totals = _shared(full, [ctx.cuts[k] for k in wanted], ctx.wire)
+            with waiting(ctx.wire.group, "the backward pass, the sum of gradients"):
+                totals = _shared(full, [ctx.cuts[k] for k in wanted], ctx.wire)
             for k, total in zip(wanted, totals, strict=True):
                 results[k] = total
         return None, None, *results

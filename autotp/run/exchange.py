@@ -14,12 +14,13 @@ from autotp.core.split import Split
 from autotp.errors import AutotpError, WeightsError
 from autotp.run.blocks import join
 from autotp.run.group import Group, exists, process_group
+from autotp.run.lost import waiting
 
-__all__ = ["as_one", "gathered", "texts"]
+__all__ = ["as_one", "gathered", "rows", "texts"]
 
 
 @contextmanager
-def as_one(group: Group) -> Generator[None]:
+def as_one(group: Group, what: str = "a common step") -> Generator[None]:
     """What raises on one rank in the block raises on all at its end, with one message.
 
     Constraints:
@@ -31,7 +32,7 @@ def as_one(group: Group) -> Generator[None]:
         yield
     except Exception as error:  # noqa: BLE001  it is raised below, once all ranks know
         failure = error
-    told = texts(group, "" if failure is None else f"{type(failure).__name__}\0{failure}")
+    told = texts(group, "" if failure is None else f"{type(failure).__name__}\0{failure}", what)
     first = next(((rank, text) for rank, text in enumerate(told) if text), None)
     if failure is not None and not isinstance(failure, AutotpError):
         raise failure
@@ -39,17 +40,29 @@ def as_one(group: Group) -> Generator[None]:
         raise _error(*first) from failure
 
 
-def texts(group: Group, text: str) -> list[str]:
+def texts(group: Group, text: str, what: str = "telling the others") -> list[str]:
     """What each rank of the group says, by rank; alone, only one's own."""
     if not exists(group.name):
         return [text]
     data = text.encode()
-    sizes = _rows(group, torch.tensor([len(data)])).flatten().tolist()
+    sizes = rows(group, torch.tensor([len(data)]), what).flatten().tolist()
     if max(sizes) == 0:
         return [""] * group.size
     padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    rows = _rows(group, padded)
-    return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, sizes, strict=True)]
+    found = rows(group, padded, what)
+    return [bytes(row[:n].tolist()).decode() for row, n in zip(found, sizes, strict=True)]
+
+
+def rows(group: Group, local: Tensor, what: str) -> Tensor:
+    """The flat tensors of all ranks, (rank, element), on the CPU; they are of one size.
+
+    - `what` is being done, for the message where a rank is lost.
+    """
+    ops = torch.ops._c10d_functional
+    gather: Callable[..., Tensor] = ops.all_gather_into_tensor
+    with waiting(group.name, what):
+        found: Tensor = ops.wait_tensor(gather(local.to(group.device), group.size, group.name))
+        return found.cpu().view(group.size, -1)
 
 
 def gathered(
@@ -63,7 +76,8 @@ def gathered(
     """
     if record is None or record.dim is None or group.size == 1:
         return local.detach().cpu() if to_all or group.rank == 0 else None
-    whole = _joined(group, local.detach(), record)
+    with waiting(group.name, f"bringing {record.name} together"):
+        whole = _joined(group, local.detach(), record)
     if not to_all:
         return whole
     if whole is None:
@@ -91,13 +105,6 @@ def _joined(group: Group, local: Tensor, record: ParameterRecord) -> Tensor | No
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def _rows(group: Group, local: Tensor) -> Tensor:
-    ops = torch.ops._c10d_functional
-    gather: Callable[..., Tensor] = ops.all_gather_into_tensor
-    found: Tensor = ops.wait_tensor(gather(local.to(group.device), group.size, group.name))
-    return found.cpu().view(group.size, -1)
 
 
 def _error(rank: int, text: str) -> Exception:

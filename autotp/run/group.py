@@ -5,11 +5,7 @@ compared; ops look the process group up when they run. A rank is always the rank
 in the world: with two replicas of tp 2, world ranks 1 and 3 may be one group.
 """
 
-import hashlib
 import os
-from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -22,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.core.plan import Plan
 from autotp.core.split import Peers, Split
-from autotp.errors import PlanError
+from autotp.errors import GroupError, PlanError
 
 __all__ = [
     "Group",
-    "agree",
     "among",
     "checked",
     "exists",
@@ -36,7 +31,7 @@ __all__ = [
     "rank_of",
     "resolve",
     "size_of",
-    "together",
+    "timeout_of",
 ]
 
 # Any: private to torch, and typed differently in each version.
@@ -66,6 +61,7 @@ def resolve(
     mesh: DeviceMesh | None = None,
     group: dist.ProcessGroup | None = None,
     rank: int | None = None,
+    timeout: float | timedelta | None = None,
 ) -> Group:
     """The group to shard over.
 
@@ -77,20 +73,22 @@ def resolve(
     - At most one of `mesh`, `group`, `rank` is given.
     - `tp` None takes the group's size; otherwise they must be equal.
     - A tp of 1 needs no group: one of a single process is made, which leaves the world alone.
+    - `timeout`: seconds after which the group gives up on a rank; None leaves it as it is.
     """
     _check_tp(tp)
+    limit = _limit(timeout)
     _check_exclusive(mesh=mesh, group=group, rank=rank)
     if rank is not None:
         return _imagined(tp, rank)
     if mesh is not None:
-        return _described(_group_of(mesh), tp)
+        return _limited(_described(_group_of(mesh), tp), limit)
     if group is not None:
-        return _described(group, tp)
+        return _limited(_described(group, tp), limit)
     if not dist.is_initialized():
         if not all(name in os.environ for name in _TORCHRUN):
             return _alone(tp)
-        _initialise()
-    return _described(dist.group.WORLD, tp)
+        _initialise(limit)
+    return _limited(_described(dist.group.WORLD, tp), limit)
 
 
 def exists(name: str) -> bool:
@@ -128,6 +126,11 @@ def size_of(name: str) -> int:
     return _lookup(name).size()
 
 
+def timeout_of(name: str) -> timedelta | None:
+    """How long the group called `name` waits for a rank; None where torch does not tell."""
+    return getattr(_backend(name).options, "_timeout", None)
+
+
 def among(name: str, peers: Peers) -> str:
     """The name of the sub-group of the group called `name` that has the ranks `peers`.
 
@@ -140,20 +143,11 @@ def among(name: str, peers: Peers) -> str:
     if key not in _SUBGROUPS or not exists(_SUBGROUPS[key]):
         parent = _lookup(name)
         ranks = [dist.get_global_rank(parent, r) for r in peers.ranks]
-        made = dist.new_group(ranks, use_local_synchronization=True)
+        limit = timeout_of(name)
+        made = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup), f"rank {parent.rank()} is not among {peers}"
         _SUBGROUPS[key] = made.group_name
     return _SUBGROUPS[key]
-
-
-@contextmanager
-def together(where: Group) -> Generator[None]:
-    """Ranks that fail to plan say so to the others, which would wait for their plan for ever."""
-    try:
-        yield
-    except Exception as error:
-        agree(where, f"{type(error).__name__}: {error}", "the plan")
-        raise
 
 
 def meet(group: Group, plan: Plan) -> None:
@@ -172,31 +166,34 @@ def meet(group: Group, plan: Plan) -> None:
 _SUBGROUPS: dict[tuple[str, Peers], str] = {}
 
 
-def agree(group: Group, text: str, what: str) -> None:
-    """Nothing, or the same PlanError on every rank if `text` is not the same on all of them.
-
-    Constraints:
-    - One all-gather of 32 bytes a rank: every rank must call it.
-    - `what` names the thing compared, e.g. "the plan".
-    - A group without processes has nobody to disagree with.
-    """
-    if not exists(group.name):
-        return
-    digests = _gathered(group, hashlib.sha256(text.encode()).digest())
-    (common, votes), *others = Counter(digests).most_common()
-    if not others:
-        return
-    odd = [rank for rank, digest in enumerate(digests) if digest != common]
-    raise PlanError(
-        f"{what} is not the same on all {group.size} ranks: {votes} hold {common.hex()[:12]}, "
-        f"but ranks {odd} hold {', '.join(digests[r].hex()[:12] for r in odd)}; give every rank "
-        "the same model, options and library versions, or one plan with plan="
-    )
-
-
 def _check_tp(tp: object) -> None:
     if tp is not None and (not isinstance(tp, int) or isinstance(tp, bool) or tp < 1):
         raise PlanError(f"tp is {tp!r}; it must be a whole number of ranks, 1 or more, or None")
+
+
+def _limit(timeout: object) -> timedelta | None:
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if seconds is None:
+        return None
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        raise PlanError(
+            f"timeout is {timeout!r}; it must be a number of seconds above 0, a timedelta, or None "
+            "for the group's own"
+        )
+    return timedelta(seconds=seconds)
+
+
+def _limited(group: Group, limit: timedelta | None) -> Group:
+    """The group, which from now on gives up on a rank after `limit`."""
+    if limit is not None:
+        _backend(group.name)._set_default_timeout(limit)
+    return group
+
+
+def _backend(name: str) -> Any:  # noqa: ANN401  typed differently in each version
+    """What carries the collectives of the group called `name`."""
+    group: Any = _lookup(name)
+    return group._get_backend(group._device_types[0])
 
 
 def _check_exclusive(**given: object) -> None:
@@ -245,13 +242,21 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
-def _initialise() -> None:
+def _initialise(limit: timedelta | None) -> None:
     """Starts the world that torchrun describes."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    try:
+        dist.init_process_group(backend, timeout=limit)
+    except dist.DistError as error:
+        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        raise GroupError(
+            f"the start of the group: rank {rank} of {size} did not meet all others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '?')} (torch: "
+            f"{str(error).splitlines()[0]}). Look for the first error in the other ranks' output, "
+            "and start all of them again."
+        ) from error
 
 
 def _alone(tp: int | None) -> Group:
@@ -289,13 +294,6 @@ def _lookup(name: str) -> dist.ProcessGroup:
             f"inside the processes of its group, started with: {_torchrun(8)}"
         )
     return _registry._resolve_process_group(name)
-
-
-def _gathered(group: Group, digest: bytes) -> list[bytes]:
-    local = torch.tensor(list(digest), dtype=torch.uint8, device=group.device)
-    ops = torch.ops._c10d_functional
-    rows = ops.wait_tensor(ops.all_gather_into_tensor(local, group.size, group.name))
-    return [bytes(row) for row in rows.view(group.size, len(digest)).tolist()]
 
 
 def _torchrun(tp: int) -> str:

@@ -24,10 +24,13 @@ from autotp.core.plan import Plan
 from autotp.errors import CaptureError, PlanError
 from autotp.program import Program
 from autotp.run.aside import stands_aside
+from autotp.run.attend import attended
+from autotp.run.compare import Comparison
 from autotp.run.compiled import Compiled
 from autotp.run.generating import generating
 from autotp.run.group import Group
 from autotp.run.layer import Baked, Layer, identity, running
+from autotp.run.refusals import refuse_gradients, refuse_to_run
 from autotp.run.refused import refused
 from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
@@ -73,6 +76,7 @@ class State:
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
     - `granted`: what `Variant.granted` said of the call that is being compiled.
     - `modules`, `flags`: all modules, and which of them trained when `mode` was noted.
+    - `group`: the name of the rank's group; `compare`: in debug mode, what compares its calls.
     """
 
     plan: Plan
@@ -86,6 +90,8 @@ class State:
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
     granted: int = 0
+    group: str = ""
+    compare: Comparison | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
         """A state that shares plans, variants and the maker, and can grow on its own."""
@@ -169,11 +175,12 @@ class ShardedModel(Baked):
         """A variant as a Python module to read: the root, then each distinct layer once."""
         return source(_known(self, key))
 
+    @attended
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         """What the model's own forward returns, computed by this rank and its group."""
         given = self.sharded_signature.bind(args, kwargs)
         if self.sharded_state.imagined:
-            _refuse_to_run(self)
+            refuse_to_run(type(self).__name__, str(self.sharded_state))
         inputs = {name: stated(value) for name, value in given.items()}
         variant, state = _variant(self, inputs), self.sharded_state
         return returned(variant.run(self, inputs, state.rank, state.granted), given)
@@ -192,7 +199,7 @@ class ShardedModel(Baked):
         """The model itself, in the mode asked for, which chooses among its graphs."""
         model = cast("ShardedModel", self)
         if mode and not model.sharded_state.plan.training:
-            _refuse_gradients(model, "train() was called")
+            refuse_gradients(type(model).__name__, "train() was called")
         for module in self.modules():
             module.training = mode
         model.sharded_state.mode, model.sharded_state.flags = mode_of(model), ()
@@ -202,7 +209,7 @@ class ShardedModel(Baked):
         """The model itself, with all its parameters trained, or none."""
         model = cast("ShardedModel", self)
         if requires_grad and not model.sharded_state.plan.training:
-            _refuse_gradients(model, "requires_grad_() was called")
+            refuse_gradients(type(model).__name__, "requires_grad_() was called")
         return super().requires_grad_(requires_grad)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  as torch's own
@@ -269,7 +276,7 @@ def _variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
         for name, value in inputs.items():
             tensors = value.leaves if isinstance(value, CacheState) else [value]
             if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-                _refuse_gradients(model, f"the input {name!r} requires grad")
+                refuse_gradients(type(model).__name__, f"the input {name!r} requires grad")
     key = _key(model, inputs)
     return _find(model, key, inputs) or _made(model, key, inputs)
 
@@ -322,22 +329,6 @@ def _known(model: ShardedModel, key: str | None) -> Variant:
             f"{'; '.join(variants) or 'none'}. Call prepare(**inputs) to add one."
         )
     return variants[key]
-
-
-def _refuse_to_run(model: ShardedModel) -> NoReturn:
-    tp = model.sharded_state.plan.tp
-    raise PlanError(
-        f"{type(model).__name__}: called as {model.sharded_state}, but it was built with "
-        "rank= and has no group to run in. Build it without rank= in each of the processes "
-        f"that torchrun --nproc-per-node {tp} your_script.py starts."
-    )
-
-
-def _refuse_gradients(model: ShardedModel, what: str) -> NoReturn:
-    raise PlanError(
-        f"{type(model).__name__}: {what}, but the plan has no backward pass. "
-        "Pass training=True when parallelizing."
-    )
 
 
 def _untouched(tensor: torch.Tensor) -> torch.Tensor:

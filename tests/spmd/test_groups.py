@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from autotp.core.split import block
 from autotp.errors import PlanError
 from autotp.run import conjugates
-from autotp.run.group import Group, agree, resolve
+from autotp.run.accord import agree
+from autotp.run.group import Group, resolve
 from tests.spmd.placed import whole
 from tests.spmd.pool import Pool
 

@@ -13,11 +13,12 @@ from autotp.core.plan import Plan
 from autotp.pipeline import parallelize
 from autotp.simulate import simulate
 from tests.models import build
+from tests.spmd.beside import Traffic
 from tests.spmd.pool import Pool
-from tests.spmd.tally import Tally
 
 Pools = Callable[[int], Pool]
-Ran = tuple[Tensor, dict[str, Tensor], str, Counter[str], set[torch.dtype]]
+Payloads = Counter[tuple[str, int]]
+Ran = tuple[Tensor, dict[str, Tensor], str, Payloads, set[torch.dtype]]
 
 
 def options(reduce_dtype: str | None, training: bool, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -28,13 +29,13 @@ def ran(rank: int, world: int, dtype: torch.dtype, asked: str | None, training: 
     """Output, gradients, plan, and the bytes and dtypes that this process's collectives carried."""
     model, inputs = build("hand", layers=1)
     own = parallelize(model.to(dtype), world, **options(asked, training, inputs))
-    with Tally() as tally:
+    with Traffic() as tally:
         output = own(**inputs)
         if training:
             output.square().sum().backward()
     gradients = {n: p.grad for n, p in own.named_parameters() if p.grad is not None}
     told = own.plan.to_json()
-    return output.detach(), gradients, told, tally.bytes, set(tally.dtypes)
+    return output.detach(), gradients, told, Counter(tally.ran), set(tally.dtypes)
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,8 @@ def test_processes_sum_what_the_plan_says_and_as_the_simulator_does(
             assert not training or torch.equal(parameter.grad, gradients[name]), name
 
 
-def predicted(plan: Plan) -> Counter[str]:
-    found: Counter[str] = Counter()
-    for collective in plan.collectives:
-        found[collective.kind] += collective.payload_bytes
-    return found
+def predicted(plan: Plan) -> Payloads:
+    return Counter((c.kind, c.payload_bytes) for c in plan.collectives)
 
 
 def generated(rank: int, world: int) -> tuple[list[int], list[int]]:

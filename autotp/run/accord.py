@@ -1,0 +1,97 @@
+"""What all ranks must have in common: plan and weights. Told by hash, and named where they differ.
+
+Each check is one all-gather of 32 bytes a rank, in which every rank must take part; more is said
+only where something differs.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from autotp.errors import PlanError, WeightsError
+from autotp.run.digest import digest
+from autotp.run.exchange import rows, texts
+from autotp.run.group import Group, exists
+
+__all__ = ["agree", "agree_weights", "digests", "odd_ranks", "together"]
+
+_SHOWN = 3
+
+
+@contextmanager
+def together(where: Group) -> Generator[None]:
+    """Ranks that fail to plan say so to the others, which would wait for their plan for ever."""
+    try:
+        yield
+    except Exception as error:
+        agree(where, f"{type(error).__name__}: {error}", "the plan")
+        raise
+
+
+def agree(group: Group, text: str, what: str) -> None:
+    """Nothing, or the same PlanError on every rank if `text` is not the same on all of them.
+
+    Constraints:
+    - `what` names the thing compared, e.g. "the plan".
+    - A group without processes has nobody to disagree with.
+    """
+    found = digests(group, text.encode(), what)
+    if not (odd := odd_ranks(found)):
+        return
+    common = Counter(found).most_common(1)[0][0]
+    raise PlanError(
+        f"{what} is not the same on all {group.size} ranks: {group.size - len(odd)} hold "
+        f"{common.hex()[:12]}, but ranks {odd} hold {', '.join(found[r].hex()[:12] for r in odd)}; "
+        "give every rank the same model, options and library versions, or one plan with plan="
+    )
+
+
+def agree_weights(group: Group, tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+    """Nothing, or the same WeightsError on every rank if a tensor is not the same on all of them.
+
+    - `what` says what they are, e.g. "the whole weights". Those on meta have no values to differ.
+
+    Constraints: one pass over the memory of the tensors, of which nothing is copied.
+    """
+    if not exists(group.name) or group.size == 1:
+        return
+    own = {name: digest(tensor).hex()[:16] for name, tensor in tensors if not tensor.is_meta}
+    if not odd_ranks(digests(group, json.dumps(own).encode(), what)):
+        return
+    ranks = [json.loads(text) for text in texts(group, json.dumps(own))]
+    raise WeightsError(_told(ranks, what))
+
+
+def digests(group: Group, data: bytes, what: str) -> Sequence[bytes]:
+    """The hash of each rank's `data`, by rank; alone, only one's own."""
+    own = hashlib.sha256(data).digest()
+    if not exists(group.name):
+        return [own]
+    found = rows(group, torch.tensor(list(own), dtype=torch.uint8), what)
+    return [bytes(row) for row in found.tolist()]
+
+
+def odd_ranks(found: Sequence[object]) -> list[int]:
+    """The ranks that have something else than most have; of a draw, than rank 0's side has."""
+    common = Counter(found).most_common(1)[0][0]
+    return [rank for rank, item in enumerate(found) if item != common]
+
+
+def _told(ranks: Sequence[Mapping[str, str]], what: str) -> str:
+    """Which tensors differ, and on whom."""
+    names = dict.fromkeys(name for own in ranks for name in own)
+    wrong = [n for n in names if len({own.get(n) for own in ranks}) > 1]
+    first, held = wrong[0], [own.get(wrong[0], "nothing") for own in ranks]
+    odd = odd_ranks(held)
+    return (
+        f"{first}: {what} are not the same on all {len(ranks)} ranks: "
+        f"{len(ranks) - len(odd)} hold {next(h for r, h in enumerate(held) if r not in odd)}, but "
+        f"ranks {odd} hold {', '.join(held[r] for r in odd)}; so do {len(wrong)} of {len(names)} "
+        f"tensors ({', '.join(wrong[:_SHOWN])}{', …' if len(wrong) > _SHOWN else ''}) differ. Give "
+        "every rank the same checkpoint, or the same seed before the model is built."
+    )

@@ -1,0 +1,64 @@
+"""Around a call of a sharded model: what goes wrong is told with where this rank was.
+
+A call that goes well pays for one frame and the time of day.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from autotp.cache import stated
+from autotp.run.compare import Comparison
+from autotp.run.lost import failed, place_of
+from autotp.run.variant import key_of
+
+if TYPE_CHECKING:
+    from autotp.run.model import ShardedModel
+
+__all__ = ["attended"]
+
+# Any: a forward takes and gives what the model's own does.
+Forward: TypeAlias = Callable[..., Any]
+
+
+def attended(forward: Forward) -> Forward:
+    """The forward of a sharded model, whose errors about lost ranks become one GroupError.
+
+    Constraints: in compiled code errors are the backend's own, since nothing of ours runs then.
+    """
+
+    @wraps(forward)
+    def call(model: "ShardedModel", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if torch.compiler.is_compiling():
+            return forward(model, *args, **kwargs)
+        began = time.monotonic()
+        try:
+            if model.sharded_state.compare is not None:
+                _compare(model, model.sharded_state.compare, args, kwargs)
+            return forward(model, *args, **kwargs)
+        except Exception as error:
+            _tell(error, model, time.monotonic() - began)
+            raise
+
+    return call
+
+
+def _compare(
+    model: "ShardedModel", compare: Comparison, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    state, signature = model.sharded_state, model.sharded_signature
+    inputs = stated(signature.bind(args, kwargs))
+    state.note_mode(model)
+    key = key_of(signature.model, inputs, state.mode)
+    held = [variant.holds(inputs) for variant in state.variants.get(key, ())]
+    number = held.index(True) + 1 if True in held else 0
+    compare(signature.model, f"{key} ({number or 'not captured yet'})", inputs)
+
+
+def _tell(error: Exception, model: "ShardedModel", seconds: float) -> None:
+    place = place_of(error, model)
+    where = f"{type(model).__name__}, {place}" if place else f"{type(model).__name__}: a call"
+    failed(error, model.sharded_state.group, where, seconds)

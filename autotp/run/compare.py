@@ -1,0 +1,114 @@
+"""In debug mode: are all ranks called with the same? What differs is named, with both sides.
+
+A call costs one all-gather of 32 bytes a rank and a pass over its inputs.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.cache import CacheState
+from autotp.errors import GroupError
+from autotp.program import named_leaves
+from autotp.run.accord import digests, odd_ranks
+from autotp.run.digest import digest
+from autotp.run.exchange import rows, texts
+from autotp.run.group import Group
+
+__all__ = ["Comparison"]
+
+_CALL = "the call itself"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What compares the calls of one group's ranks."""
+
+    where: Group
+
+    def __call__(self, model: str, graph: str, inputs: Mapping[str, Any]) -> None:
+        """Raises the same GroupError on every rank if their calls differ.
+
+        - `graph`: the key of the graph that answers, and which of that key.
+
+        Constraints: of caches, of which ranks hold parts, sizes that belong to the data count, and
+        the making.
+        """
+        leaves = _leaves(inputs)
+        own = {_CALL: graph} | {name: _described(leaf) for name, leaf in leaves.items()}
+        told = json.dumps(own)
+        if odd_ranks(digests(self.where, told.encode(), f"{model}: comparing inputs")):
+            self._raise(model, [json.loads(text) for text in texts(self.where, told)], leaves)
+
+    def _raise(
+        self, model: str, ranks: Sequence[Mapping[str, str]], leaves: Mapping[str, Any]
+    ) -> None:
+        names = dict.fromkeys(name for own in ranks for name in own if name != _CALL)
+        name = next(n for n in (*names, _CALL) if len({own.get(n) for own in ranks}) > 1)
+        held = [own.get(name, "nothing") for own in ranks]
+        odd = odd_ranks(held)
+        usual = next(rank for rank in range(len(ranks)) if rank not in odd)
+        what = name if name == _CALL else f"the input {name!r}"
+        raise GroupError(
+            f"{model}: {what} is not the same on all {len(ranks)} ranks: rank {usual} has "
+            f"{held[usual]}, but {', '.join(f'rank {r} {held[r]}' for r in odd)}"
+            f"{self._values(held, leaves.get(name), usual, odd[0])}. Give every rank the same, for "
+            "example what rank 0 broadcasts; seed all ranks alike where words are drawn."
+        )
+
+    def _values(self, held: Sequence[str], leaf: object, usual: int, odd: int) -> str:
+        """The first element that differs, where all ranks have a tensor of one shape and dtype."""
+        if len({text.partition(" #")[0] for text in held}) > 1 or " #" not in held[0]:
+            return ""
+        assert isinstance(leaf, Tensor)
+        data = leaf.detach().contiguous().view(-1)
+        found = rows(self.where, data.view(torch.uint8), "comparing values").view(leaf.dtype)
+        one, other = found[usual], found[odd]
+        unlike = (found.view(torch.uint8)[usual] != found.view(torch.uint8)[odd]).view(
+            len(one), leaf.element_size()
+        )
+        places = unlike.any(1).nonzero().view(-1)
+        first = int(places[0])
+        at = [int(k) for k in torch.unravel_index(places[0], leaf.shape)]
+        return (
+            f": {len(places)} of {len(one)} elements differ, the first at {at}: "
+            f"{one[first].item()} and {other[first].item()}"
+        )
+
+
+def _leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs' leaves by name; those of caches with the dims that belong to the data."""
+    found = named_leaves({n: v for n, v in inputs.items() if not isinstance(v, CacheState)})
+    for name, state in inputs.items():
+        if isinstance(state, CacheState):
+            kept = zip(state.spec.paths(), state.leaves, state.data_dims, strict=True)
+            found |= {f"{name} {path}": _Kept(leaf, dims) for path, leaf, dims in kept}
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor of a cache, and the dims of it whose sizes are the data's."""
+
+    tensor: Tensor
+    dims: Mapping[int, str]
+
+    def __str__(self) -> str:
+        sizes = {kind: self.tensor.shape[dim] for dim, kind in self.dims.items()}
+        counted = [*self.tensor.shape] if self.tensor.shape[-1:] == (0,) else []
+        return f"{_word(self.tensor)} of {sizes or counted or f'{self.tensor.dim()} dims'}"
+
+
+def _described(leaf: object) -> str:
+    """What is compared of a leaf, in words; a tensor's ends in the hash of its values."""
+    if not isinstance(leaf, Tensor):
+        return str(leaf)
+    return f"{_word(leaf)} {list(leaf.shape)} #{digest(leaf).hex()[:12]}"
+
+
+def _word(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,137 @@
+"""What a rank says when the others are gone, late or have failed: where it waited, and how long.
+
+Nothing is added to a call that goes well: the backend's own error is put into words when it comes.
+A rank that fails by itself leaves a note in the group's store, which the others find when they give
+up waiting for it.
+"""
+
+import linecache
+import re
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from autotp.errors import GroupError
+from autotp.run.group import exists, process_group, timeout_of
+
+__all__ = ["failed", "is_lost", "place_of", "waiting"]
+
+# Any: private to torch.
+_c10d: Any = distributed_c10d
+_SIGNS = re.compile(r"Connection closed by peer|Connection reset|Timed out waiting|gloo/|NCCL")
+_SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")
+_LATE = re.compile(r"[Tt]imed out|timeout", re.ASCII)
+_AGAIN = "Look for the first error in the other ranks' output, and start all of them again."
+_LONGER = (
+    "Give every rank the same calls with the same inputs (debug=True compares them); what is only "
+    "slow needs a longer timeout=."
+)
+Store: TypeAlias = Any  # a c10d store, which torch leaves without types
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error is a backend's, about ranks that are gone or late."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _SIGNS.search(str(error)) is not None
+
+
+@contextmanager
+def waiting(name: str, where: str) -> Generator[None]:
+    """Errors about lost ranks of the group called `name` in the block are one GroupError."""
+    began = time.monotonic()
+    try:
+        yield
+    except Exception as error:
+        failed(error, name, where, time.monotonic() - began)
+        raise
+
+
+def failed(error: Exception, name: str, where: str, seconds: float) -> None:
+    """Raises GroupError for what `error` says of lost ranks; of any other leaves a note for them.
+
+    - `where`: what this rank did; `seconds`: since when it did.
+    """
+    if not exists(name) or (group := process_group(name)).size() == 1:
+        return
+    if not is_lost(error):
+        _leave_note(group, f"{type(error).__name__}: {error}")
+        return
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    whom = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
+    text = _SOURCE.sub("", str(error).partition(". This is typically")[0].splitlines()[0])
+    fate, advice = _fate(error, timeout_of(name))
+    raise GroupError(
+        f"{where}: rank {group.rank()} of {group.size()} waited for {whom}, which {fate}, "
+        f"{seconds:.2f} s after this began (torch: {text}). {_notes(group, others)}{advice}"
+    ) from error
+
+
+def place_of(error: BaseException, model: nn.Module) -> str:
+    """Where in the generated code of `model` an error arose; empty if it was not there.
+
+    Example: `model.layers.0.mlp: down_proj_all_reduce_wait_tensor = …wait_tensor.default(…)`.
+    """
+    frames = [f for f in _frames(error.__traceback__) if f[0].startswith("<autotp graph")]
+    if not frames:
+        return ""
+    file, line, owner = frames[-1]
+    paths = (path for path, module in model.named_modules() if module is owner)
+    code = linecache.getline(file, line).strip().partition(";  ")[0].replace("torch.ops.", "")
+    return f"{next(paths, '') or 'the model'}: {code}"
+
+
+def _frames(found: TracebackType | None) -> Iterator[tuple[str, int, object]]:
+    """File, line and `self` of each frame, outermost first."""
+    while found is not None:
+        yield (
+            found.tb_frame.f_code.co_filename,
+            found.tb_lineno,
+            found.tb_frame.f_locals.get("self"),
+        )
+        found = found.tb_next
+
+
+def _fate(error: Exception, timeout: timedelta | None) -> tuple[str, str]:
+    """What became of the others, and what to do."""
+    if not _LATE.search(str(error)):
+        return "closed its connection: it ended or was killed", _AGAIN
+    limit = f"{timeout.total_seconds():g} s, the group's timeout" if timeout else "the timeout"
+    return f"did not come within {limit}", _LONGER
+
+
+def _leave_note(group: dist.ProcessGroup, text: str) -> None:
+    store = _store()
+    if store is not None:
+        store.set(_key(group, group.rank()), f"{time.time()} {text}")
+
+
+def _notes(group: dist.ProcessGroup, others: list[int]) -> str:
+    """What the others said before they failed."""
+    store = _store()
+    try:
+        keys = {rank: _key(group, rank) for rank in others}
+        left = {r: store.get(k).decode() for r, k in keys.items() if store and store.check([k])}
+    except (dist.DistError, RuntimeError) as error:  # the store went with the rank that had it
+        return f"The group's store is gone too ({type(error).__name__}). "
+    told = {rank: text.split(" ", 1) for rank, text in left.items()}
+    return "".join(
+        f"Rank {rank} failed {time.time() - float(when):.1f} s ago: {text.rstrip('.')}. "
+        for rank, (when, text) in told.items()
+    )
+
+
+def _key(group: dist.ProcessGroup, rank: int) -> str:
+    return f"autotp/{group.group_name}/{rank}"
+
+
+def _store() -> Store | None:
+    """Where the ranks of the world met; None for one that met nobody."""
+    return _c10d._get_default_store() if dist.is_initialized() else None
