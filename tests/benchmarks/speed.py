@@ -139,9 +139,7 @@ def _traffic(run: Callable[[nn.Module], Tensor], model: nn.Module) -> dict[str, 
     return traffic.found()
 
 
-def interleaved(
-    sides: Mapping[str, Callable[[], object]], rounds: int
-) -> dict[str, list[float]]:
+def interleaved(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """CPU seconds of this process for each side, round by round, in an order drawn by lot."""
     lot = random.Random(0)  # the same on all ranks, which must run the same
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -158,9 +156,7 @@ def interleaved(
 def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
     """The median of `ratios`, and the ends of its 95 % bootstrap interval."""
     lot = random.Random(0)
-    medians = sorted(
-        statistics.median(lot.choices(ratios, k=len(ratios))) for _ in range(draws)
-    )
+    medians = sorted(statistics.median(lot.choices(ratios, k=len(ratios))) for _ in range(draws))
     return statistics.median(ratios), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
