@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "KEPT",
+    "WORDS",
     "Carried",
     "Guard",
     "Program",
@@ -30,6 +31,8 @@ __all__ = [
 
 KEPT: Final = "logits_to_keep"
 """The argument that says which words to give logits of: how many of the last, or positions."""
+WORDS: Final = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+"""The arguments that hold new words; where there are several, those of the decoder come first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,29 +104,29 @@ def learn(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:
     assert out_spec is not None
     named = {node.name: node for node in exported.graph.nodes}
     names = [str(name) for name in exported.graph_signature.user_outputs]
-    batch = _batch(
-        [named[str(name)] for name in exported.graph_signature.user_inputs if str(name) in named],
-        axes,
-    )
+    inputs = [str(name) for name in exported.graph_signature.user_inputs if str(name) in named]
+    batches = _batches([named[name] for name in inputs], axes)
     for state in cache_outputs(out_spec):
         shapes = [named[names[number]].meta["val"].shape for number in state.leaves]
-        learn_dims(state.spec, [_free(shape, batch) for shape in shapes])
+        learn_dims(state.spec, [_free(shape, batches) for shape in shapes])
 
 
-def _batch(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> Any:  # noqa: ANN401  a symbol
-    """The batch size of the inputs, as the program knows it."""
+def _batches(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
+    """The batch sizes of the inputs, as the program knows them: it may not know that they agree."""
     tensors = [n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
-    for val, of in zip(tensors, axes.values(), strict=True):
-        for dim, (kind, _) in of.items():
-            if kind == "batch":
-                return val.shape[dim]
-    return None
+    return [
+        val.shape[dim]
+        for val, of in zip(tensors, axes.values(), strict=True)
+        for dim, (kind, _) in of.items()
+        if kind == "batch"
+    ]
 
 
-def _free(shape: torch.Size, batch: Any) -> Mapping[int, str]:  # noqa: ANN401
+def _free(shape: torch.Size, batches: Sequence[Any]) -> Mapping[int, str]:
     free = {d: s for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
-    return {d: "batch" if _same(s, batch) else "past" for d, s in free.items()}
+    return {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
 
 
-def _same(size: torch.SymInt, batch: Any) -> bool:  # noqa: ANN401
-    return isinstance(batch, torch.SymInt) and size.node.expr == batch.node.expr
+def _is_one_of(size: torch.SymInt, batches: Sequence[Any]) -> bool:
+    known = [b.node.expr for b in batches if isinstance(b, torch.SymInt)]
+    return size.node.expr in known

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState
 from autotp.errors import CaptureError, PlanError
-from autotp.program import KEPT, named_leaves
+from autotp.program import KEPT, WORDS, named_leaves
 
 __all__ = ["Axes", "accepted", "data_axes", "example_inputs", "positions", "traced_at"]
 
@@ -127,7 +127,8 @@ def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
         found = {d: (kind, tensor.shape[d]) for d in _sequence_dims(tensor, batch, lengths)}
         axes[name] = ({0: ("batch", batch)} if _has_batch(tensor, batch) else {}) | found
     if past:
-        axes = {n: _beside_past(of, next(iter(axes.values()))) for n, of in axes.items()}
+        main = next((axes[n] for n in WORDS if n in axes), next(iter(axes.values())))
+        axes = {n: _beside_past(of, main) for n, of in axes.items()}
     kept = {KEPT: {0: ("kept", tensors[KEPT].shape[0])}} if _is_positions(tensors.get(KEPT)) else {}
     return {n: past.get(n) or kept.get(n) or axes.get(n, {}) for n in every}
 
@@ -137,7 +138,7 @@ def _is_positions(tensor: torch.Tensor | None) -> bool:
 
 
 def _beside_past(axes: Axes, main: Axes) -> Axes:
-    """Lengths other than the main input's, such as a mask's, are free where the cache's are."""
+    """Lengths other than the new words', a mask's or an encoder's, are free as the cache's are."""
     new = {*main.values()}
     return {d: a if a in new or a[0] == "batch" else ("past", a[1]) for d, a in axes.items()}
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from autotp.program import KEPT
+from autotp.program import KEPT, WORDS
 
 __all__ = ["selected", "takes_positions"]
-
-_WORDS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 
 
 def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -27,7 +25,7 @@ def selected(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     Constraints: a count of 0 (all words) or 1 (the next word) stays: those are fixed kinds of call.
     """
     count = inputs.get(KEPT)
-    words = next((inputs[name] for name in _WORDS if inputs.get(name) is not None), None)
+    words = next((inputs[name] for name in WORDS if inputs.get(name) is not None), None)
     if type(count) is not int or count < 2 or words is None or not _is_line(words):
         return inputs
     length = words.shape[1]

@@ -153,7 +153,8 @@ def told_foreign(rank: int, world: int) -> tuple[list[list[int]], list[str]]:
     """What a rank makes of the whole model's cache, and how it refuses others."""
     model = whole("llama", {})
     sharded = autotp.parallelize(whole("llama", {}), example_inputs={"input_ids": prompt(2, 7)})
-    longer = continued(sharded, kept_by(model))
+    with torch.no_grad():
+        longer = continued(sharded, kept_by(model))
     refused: list[str] = []
     for graded, heads in ((False, 3), (True, 4)):
         with torch.set_grad_enabled(graded):

@@ -1,0 +1,88 @@
+"""Which architectures generate: the words of a sharded model beside those of the whole one.
+
+    python -m tests.benchmarks.generating run --out generating.jsonl --tp 1 --tasks causal-lm
+    python -m tests.benchmarks.generating run --out generating.jsonl --tp 2 --types llama,t5
+    python -m tests.benchmarks.generating report --out generating.jsonl > docs/generating-kinds.md
+
+`run` makes a tiny model of each type of tests/zoo.tsv and asks `generate` for words: two prompts,
+one of them padded, greedily and with two beams. A tp above 1 is run in as many processes. A type
+of which the whole model generates nothing is *none*, with the reason.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+import autotp
+from tests import zoo
+from tests.benchmarks import coverage
+from tests.benchmarks.generating_report import report
+from tests.spmd.pool import Pool, close_all
+
+NEW, PADDING = 12, 4
+Row = dict[str, Any]
+WAYS: Mapping[str, Mapping[str, Any]] = {"greedy": {}, "beams": {"num_beams": 2}}
+
+
+def rows(task: str, kind: str, sizes: list[int], times: coverage._Times) -> Iterator[Row]:
+    """A line for each tp."""
+    model, _ = times.timed("build", zoo.build)(kind, task)
+    try:
+        expected = words(model, task)
+    except Exception as error:  # noqa: BLE001 whatever a model raises that generates nothing
+        reason = coverage._reason(error)
+        yield from (coverage._row(task, kind, tp, "none", reason) for tp in sizes)
+        return
+    for tp in sizes:
+        try:
+            made = times.timed("generate", _ranks)(task, kind, tp)
+        except Exception as error:  # noqa: BLE001 any failure is a figure
+            yield coverage._failed(task, kind, tp, times.stage, coverage._reason(error))
+            continue
+        wrong = [way for way in expected if any(expected[way] != of[way] for of, _ in made)]
+        row = coverage._row(task, kind, tp, "wrong" if wrong else "ok", ", ".join(wrong))
+        yield row | {"graphs": made[0][1], "seconds": times.taken()}
+
+
+def words(model: Any, task: str) -> dict[str, list[list[int]]]:
+    """What `model` generates, by the way that it is asked."""
+    asked = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    if task == "seq2seq":
+        asked |= {"decoder_start_token_id": 1}
+    return {
+        way: model.generate(**_prompts(task), **asked, **more).tolist()
+        for way, more in WAYS.items()
+    }
+
+
+def _prompts(task: str) -> dict[str, torch.Tensor]:
+    """Two prompts; the shorter one is padded before it, or after it where an encoder reads it."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 500, (zoo.BATCH, zoo.SEQUENCE), generator=generator)
+    padding = slice(-PADDING, None) if task == "seq2seq" else slice(PADDING)
+    mask = torch.ones_like(ids)
+    ids[0, padding], mask[0, padding] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _ranks(task: str, kind: str, tp: int) -> list[tuple[dict[str, list[list[int]]], int]]:
+    """What each rank generates, and the number of its graphs."""
+    if tp == 1:
+        return [_told(0, 1, task, kind)]
+    try:
+        return Pool(tp).run(_told, task, kind)
+    finally:
+        close_all()
+
+
+def _told(rank: int, world: int, task: str, kind: str) -> tuple[dict[str, list[list[int]]], int]:
+    model, inputs = zoo.build(kind, task)
+    sharded = autotp.parallelize(model, world, example_inputs=inputs)
+    return words(sharded, task), len(sharded.plans)
+
+
+if __name__ == "__main__":
+    make: Callable[..., Iterator[Row]] = rows
+    sys.exit(coverage.main(rows=make, page=report, description=__doc__))
