@@ -85,8 +85,12 @@ def exportable() -> list[tuple[str, str]]:
     return sorted(((task, kind) for task, kind, *_ in rows), key=lambda r: (TASKS.index(r[0]), r))
 
 
-def build(model_type: str, task: str, seed: int = 0) -> tuple[nn.Module, dict[str, Any]]:
+def build(
+    model_type: str, task: str, seed: int = 0, **settings: object
+) -> tuple[nn.Module, dict[str, Any]]:
     """A tiny model in eval mode, and keyword inputs for its forward.
+
+    `settings` replace those of its configuration that it has, such as `is_decoder`.
 
     Raises MemoryError for a type that stays large.
     """
@@ -95,6 +99,8 @@ def build(model_type: str, task: str, seed: int = 0) -> tuple[nn.Module, dict[st
     config = _config(model_type)
     if not isinstance(config, model_class.config_class):  # a text model of a type with more parts
         config = config.get_text_config()
+    for key in (k for k in settings if hasattr(config, k)):
+        _set(config, key, settings[key])
     torch.manual_seed(seed)
     with torch.device("meta"):
         count = sum(p.numel() for p in model_class(config).parameters())
@@ -141,7 +147,7 @@ def _shorten(config: Any) -> None:
             _set(config, key, [*dict.fromkeys(kinds), *kinds][:layers])
 
 
-def _set(config: Any, key: str, value: Any) -> None:
+def _set(config: Any, key: str, value: object) -> None:
     with contextlib.suppress(Exception):  # read-only, or refused: it stays as it is
         setattr(config, key, value)
 

@@ -118,29 +118,39 @@ def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
     tensors = {n: v for n, v in tensors.items() if n not in past}
     shapes = [tuple(t.shape) for t in tensors.values() if t.dim()]
     batch = shapes[0][0] if shapes else 0
-    lengths = {t.shape[1] for t in tensors.values() if _has_sequence(t)}
+    lengths = {t.shape[1] for t in tensors.values() if _has_sequence(t, batch)}
     encoder_decoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     axes: dict[str, Axes] = {}
     for name, tensor in tensors.items():
         decoder = name.startswith("decoder_") or (name == "labels" and encoder_decoder)
         kind = "decoder" if decoder else "sequence"
         found = {d: (kind, tensor.shape[d]) for d in _sequence_dims(tensor, batch, lengths)}
-        axes[name] = ({0: ("batch", batch)} if _has_batch(tensor, batch) else {}) | found
+        axes[name] = dict.fromkeys(_batch_dims(tensor, batch), ("batch", batch)) | found
     if past:
         main = next((axes[n] for n in WORDS if n in axes), next(iter(axes.values())))
-        axes = {n: _beside_past(of, main) for n, of in axes.items()}
-    kept = {KEPT: {0: ("kept", tensors[KEPT].shape[0])}} if _is_positions(tensors.get(KEPT)) else {}
-    return {n: past.get(n) or kept.get(n) or axes.get(n, {}) for n in every}
+        kept = {a[1] for of in past.values() for a in of.values() if a[0] == "past"}
+        axes = {n: _beside_past(of, main, kept) for n, of in axes.items()}
+    if _is_positions(tensors.get(KEPT)):
+        axes[KEPT] = {0: ("kept", tensors[KEPT].shape[0])}
+    return {n: past.get(n) or axes.get(n, {}) for n in every}
 
 
 def _is_positions(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.dim() == 1
 
 
-def _beside_past(axes: Axes, main: Axes) -> Axes:
-    """Lengths other than the new words', a mask's or an encoder's, are free as the cache's are."""
+def _beside_past(axes: Axes, main: Axes, past: set[int]) -> Axes:
+    """Lengths other than the new words', a mask's or an encoder's, are free as the cache's are.
+
+    What is as long as nothing in the cache, alone or with the new words, is no length.
+    """
     new = {*main.values()}
-    return {d: a if a in new or a[0] == "batch" else ("past", a[1]) for d, a in axes.items()}
+    lengths = past | {a[1] + n for a in new for n in past}
+    return {
+        d: a if a in new or a[0] == "batch" else ("past", a[1])
+        for d, a in axes.items()
+        if not past or a in new or a[0] == "batch" or a[1] in lengths
+    }
 
 
 def _past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
@@ -213,19 +223,30 @@ def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     return resized.clone().requires_grad_(tensor.requires_grad)
 
 
-def _has_batch(tensor: torch.Tensor, batch: int) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] == batch
+def _batch_dims(tensor: torch.Tensor, batch: int) -> tuple[int, ...]:
+    if _is_stacked(tensor, batch):
+        return (1,)
+    return (0,) if tensor.dim() > 0 and tensor.shape[0] == batch else ()
 
 
-def _has_sequence(tensor: torch.Tensor) -> bool:
+def _has_sequence(tensor: torch.Tensor, batch: int) -> bool:
     """Whether dim 1 is a sequence by rank and type alone: words, masks, positions, or vectors."""
-    return tensor.dim() == 3 or (tensor.dim() == 2 and not tensor.is_floating_point())
+    if tensor.dim() == 3:
+        return not _is_stacked(tensor, batch)
+    return tensor.dim() == 2 and not tensor.is_floating_point()
+
+
+def _is_stacked(tensor: torch.Tensor, batch: int) -> bool:
+    """Whether it has several numbers for each word (kinds, batch, length): positions in a grid."""
+    return tensor.dim() == 3 and not tensor.is_floating_point() and tensor.shape[1] == batch
 
 
 def _sequence_dims(tensor: torch.Tensor, batch: int, lengths: set[int]) -> tuple[int, ...]:
     if tensor.dim() == 1:
         return (0,) if tensor.shape[0] in lengths - {batch} else ()
-    if _has_sequence(tensor) or (tensor.dim() == 2 and tensor.shape[1] in lengths):
+    if _is_stacked(tensor, batch):
+        return (2,) if tensor.shape[2] in lengths else ()
+    if _has_sequence(tensor, batch) or (tensor.dim() == 2 and tensor.shape[1] in lengths):
         return (1,)
     if tensor.dim() == 4 and tensor.shape[1] == 1:  # a mask (batch, 1, queries, keys)
         return tuple(d for d in (2, 3) if tensor.shape[d] in lengths)

@@ -7,14 +7,22 @@ ranks that changes nothing.
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
+from autotp.errors import PlanError
 from autotp.run.group import Group, exists
 
 __all__ = ["generating", "share_draws"]
+
+
+_EXPANDS: Final = "_expand_inputs_for_generation"
+_ASKED_APART: Final = "_supports_mm_encoder_outputs"
+"""What Transformers asks before it calls the towers of images and videos by themselves."""
+
+_SEEN: Final = ("pixel_values", "image_patches")
 
 
 def generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -26,6 +34,9 @@ def generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     encoder = cast("Callable[..., Any] | None", getattr(original, "get_encoder", None))
     if encoder is not None:
         own["get_encoder"] = _called_alone(encoder)
+    if hasattr(original, _ASKED_APART):
+        own[_ASKED_APART] = _in_the_forward
+        own[_EXPANDS] = _expanded(getattr(original, _EXPANDS))
     return own
 
 
@@ -70,3 +81,27 @@ def _called_alone(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
         return type(self).part(self, paths[0]) if paths else found
 
     return alone
+
+
+def _in_the_forward(_: object) -> bool:
+    """No: towers have graphs within the whole forward only, which takes pixels as well."""
+    return False
+
+
+def _expanded(expand: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own `expand`, which repeats rows, but not those that are not of one prompt."""
+
+    @functools.wraps(expand)
+    def expanded(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+        size = int(kwargs.get("expand_size", 1))
+        seen = [name for name in kwargs if name.startswith(_SEEN) and kwargs[name] is not None]
+        if size > 1 and seen:
+            raise PlanError(
+                f"{type(self).__name__}: {size} sequences for each prompt, and the prompts have "
+                f"{seen[0]}, whose rows are patches or images, not prompts: repeated as the "
+                "prompts are they would be those of others. Ask for one sequence (num_beams=1, "
+                f"num_return_sequences=1), or give each prompt and its images {size} times."
+            )
+        return expand(self, *args, **kwargs)
+
+    return expanded
