@@ -144,3 +144,28 @@ def test_a_table_that_is_written_to_gets_true_advice() -> None:
 
     assert "max_norm" in message
     assert "eval()" not in message
+
+
+class Recurrent(nn.Module):
+    """Keeps the last words' values on itself, as recurrent models without a cache object do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.last = nn.Linear(24, 48), nn.Linear(48, 24), None
+
+    def forward(self, x: Tensor, use_cache: bool = False) -> Tensor:
+        y = self.up(x)
+        if use_cache:
+            y = y + self.last if self.last is not None else y
+            self.last = y[:, -1:]
+        return self.down(y)
+
+
+def test_state_that_a_module_keeps_by_itself_is_refused_and_not_lost() -> None:
+    kept = {"x": torch.ones(2, 5, 24), "use_cache": True}
+
+    said = refusal(lambda: autotp.plan(Recurrent(), 2, example_inputs=kept), CaptureError)
+
+    assert "the model keeps last, a tensor" in said
+    assert "use_cache=False" in said
+    assert autotp.plan(Recurrent(), 2, example_inputs=kept | {"use_cache": False}).tp == 2

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState, cached, caches_in, stated
 from autotp.errors import CaptureError
-from autotp.passes.capture_attributes import restored
+from autotp.passes.capture_attributes import restored, stateless
 from autotp.passes.capture_branches import Branch, branches, semantic_guards
 from autotp.passes.capture_cache import cache_outputs, learn, own_states, tie_lengths, unbranched
 from autotp.passes.capture_failure import explained, quiet, short
@@ -194,7 +194,8 @@ class _Call:
             } | known
             with Known(list(known.values())) if known else nullcontext():
                 first = [inputs.pop(n) for n in positional if n in inputs]
-                return stated(forward(*first, **inputs))
+                with stateless(self.model) if self.keeps_state() else nullcontext():
+                    return stated(forward(*first, **inputs))
 
         kind = inspect.Parameter.KEYWORD_ONLY
         call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]

@@ -14,7 +14,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-__all__ = ["restored"]
+from autotp.errors import CaptureError
+
+__all__ = ["restored", "stateless"]
 
 _HOLDS_NOTHING = (
     str, bytes, int, float, complex, type, torch.Tensor, torch.device, torch.dtype,
@@ -39,6 +41,35 @@ def restored(model: nn.Module) -> Generator[None]:
     finally:
         for restore in undo:
             restore()
+
+
+@contextmanager
+def stateless(model: nn.Module) -> Generator[None]:
+    """Raises CaptureError if the model keeps tensors of a call for the next one by itself.
+
+    A graph carries a cache from call to call; what a module sets on itself would be lost, and the
+    next call go on from nothing.
+    """
+    before = _held(model)
+    yield
+    for (path, name), tensor in _held(model).items():
+        if tensor is not before.get((path, name)):
+            raise CaptureError(
+                f"{type(model).__name__}: {path or 'the model'} keeps {name}, a tensor "
+                f"{list(tensor.shape)}, from one call for the next as an attribute of its own, "
+                "outside any cache, and no graph can carry that. Call it with use_cache=False: "
+                "each call then takes all words so far."
+            )
+
+
+def _held(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+    """The tensors that modules hold as plain attributes, by path and name."""
+    return {
+        (path, name): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _restorers(held: object, seen: set[int]) -> Iterator[Callable[[], None]]:
