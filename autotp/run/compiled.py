@@ -55,7 +55,7 @@ class Compiled:
         self, model: M, find: Callable[[M, Mapping[str, Any]], Variant], options: Mapping[str, Any]
     ) -> None:
         self.model, self.find = model, find
-        self.options: dict[str, Any] = {"dynamic": True, **options}
+        self.options = dict(options)
         self.known: dict[tuple[Variant, int], Call] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -64,8 +64,11 @@ class Compiled:
             return _call(self.model, 0, args, kwargs)
         inputs = stated(self.model.sharded_signature.bind(args, kwargs))
         variant = self.find(self.model, inputs)
-        number = variant.granted(named_leaves(inputs))
+        leaves = named_leaves(inputs)
+        number = variant.granted(leaves)
         if (variant, number) not in self.known:
+            if self.options.get("dynamic") is not False:
+                _free_sizes(variant, leaves)
             # a code object of its own: a compiler counts compilations, up to its limit, by it
             own = FunctionType(_call.__code__.replace(), _call.__globals__, "sharded_call")
             self.known[variant, number] = cast("Call", torch.compile(own, **self.options))
@@ -74,6 +77,13 @@ class Compiled:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
         """Calls of the model's copy, to be compiled anew."""
         return Compiled(memo[id(self.model)], self.find, self.options)
+
+
+def _free_sizes(variant: Variant, leaves: Mapping[str, Any]) -> None:
+    """Tells a compiler which sizes will change, which it would learn by compiling twice."""
+    for name in variant.program.inputs:
+        for dim in variant.program.data_dims[name]:
+            torch._dynamo.maybe_mark_dynamic(leaves[name], dim)
 
 
 def _call(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
