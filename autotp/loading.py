@@ -2,7 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.hollow import fill_buffers, hollow
 from autotp.checkpoint.incoming import incoming, mark_used
 from autotp.checkpoint.parts import PLAN, Manifest, check_part, is_sharded, part_of
-from autotp.checkpoint.quantised import refuse_configured
+from autotp.checkpoint.quantised import quantiser_of
 from autotp.checkpoint.reading import empty_shards, part, read_buffers, read_shards, untie
 from autotp.checkpoint.stored import Stored
 from autotp.core.plan import Plan
@@ -53,6 +53,7 @@ def from_pretrained(
     trust_remote_code: bool = False,
     revision: str | None = None,
     allow_extra: bool = False,
+    dequantize: bool = False,
     **options: Unpack[Keywords],
 ) -> ShardedModel:
     """One rank's part of the model saved in `directory`, ready to call.
@@ -68,6 +69,7 @@ def from_pretrained(
     - `device`: where the parameters go; None: where the group's tensors belong.
     - `attn_implementation`, `trust_remote_code`, `revision`: as in Transformers.
     - `allow_extra`: tensors that the model does not know are left unread, and are no error.
+    - `dequantize`: quantised weights become plain ones of `dtype` while they are read.
     - Further keywords: as for `plan`; `training` is off unless asked for.
 
     Raises on every rank, as `plan` does; and WeightsError, with tensor and file, for weights that
@@ -87,11 +89,11 @@ def from_pretrained(
     if is_sharded(path):
         return watched(_from_parts(path, where, dtype, ways, options), where, debug=debug)
     with as_one(where, "opening the checkpoint"):
-        checkpoint = opened(path)
+        checkpoint, quantiser = opened(path, dequantize=dequantize)
     with checkpoint:
         with as_one(where, "building the model"):
             model = hollow(path, dtype=dtype, otherwise=stored_dtype(checkpoint), **ways)
-            tensors = prepared(model, checkpoint, allow_extra=allow_extra)
+            tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
         sharded = _empty(where, model, **options)
         give_back()
         with as_one(where, "reading weights"):
@@ -142,20 +144,24 @@ def _check_own(path: Path, options: Keywords) -> None:
             )
 
 
-def opened(directory: Path) -> Checkpoint:
-    """The checkpoint in a directory, whose configuration was checked."""
+def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, Any]:
+    """The checkpoint in a directory, whose configuration was checked, and its quantiser, if any."""
     if not directory.is_dir():
         raise PlanError(f"{directory}: is no directory. Give one with config.json and weights.")
     fields = config_fields(directory)
-    refuse_configured(directory, fields)
-    return Checkpoint.open(directory, fields.get("transformers_weights"))
+    quantiser = quantiser_of(directory, fields, dequantise=dequantize)
+    return Checkpoint.open(directory, fields.get("transformers_weights")), quantiser
 
 
 def prepared(
-    model: nn.Module, checkpoint: Checkpoint, *, allow_extra: bool = False
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    allow_extra: bool = False,
+    quantiser: Any = None,  # noqa: ANN401  one of Transformers'
 ) -> dict[str, Stored]:
     """What is read for each of the model's keys; its buffers get their values, ties are settled."""
-    found = incoming(model, checkpoint, allow_extra=allow_extra)
+    found = incoming(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
     untie(model, found.tensors)
     fill_buffers(model, read_buffers(model, found.tensors))
     return dict(found.tensors)

@@ -31,6 +31,7 @@ from autotp.checkpoint.parts import (
     write_tensors,
     write_text,
 )
+from autotp.checkpoint.quantised import without_quantisation
 from autotp.checkpoint.reading import part, read_buffers, read_local, shown
 from autotp.checkpoint.stored import Stored
 from autotp.checkpoint.writing import Writer, check_space, writing
@@ -38,6 +39,7 @@ from autotp.core.plan import Plan
 from autotp.core.split import Split
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
+from autotp.models import config_fields
 from autotp.options import Keywords
 from autotp.pipeline import planned
 from autotp.run.blocks import join
@@ -56,6 +58,7 @@ def shard(
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool = False,
     allow_extra: bool = False,
+    dequantize: bool = False,
     **options: Unpack[Keywords],
 ) -> Plan:
     """Writes a file a rank into `output`, which `from_pretrained` reads at the same tp; the plan.
@@ -65,12 +68,13 @@ def shard(
     Raises as `from_pretrained` does; WeightsError if `output` holds another conversion.
     """
     source, target = Path(directory), Path(output)
-    with opened(source) as checkpoint:
+    opening, quantiser = opened(source, dequantize=dequantize)
+    with opening as checkpoint:
         found = stored_dtype(checkpoint)
         model = hollow(source, dtype=dtype, otherwise=found, trust_remote_code=trust_remote_code)
         ties = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         ties -= {n for n, _ in model.named_parameters()}
-        tensors = prepared(model, checkpoint, allow_extra=allow_extra)
+        tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
         untied = sorted(ties & {n for n, _ in model.named_parameters()})
         where = resolve(tp, rank=0)
         options.setdefault("training", False)
@@ -83,6 +87,9 @@ def shard(
     keys = tuple(sorted(checkpoint.tensors))
     write_text(target / PLAN, plan.to_json())
     copy_beside(source, target, _BESIDE, {MANIFEST, PLAN, *_indexes(source)})
+    if quantiser is not None:  # what was written are plain weights
+        fields = without_quantisation(config_fields(source))
+        write_text(target / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
     name = str(_dtype_of(model)).removeprefix("torch.")
     Manifest(tp, name, job, keys, tuple(untied), files).write(target)
     (target / f"{MANIFEST}.part").unlink(missing_ok=True)

@@ -40,6 +40,9 @@ def hollow(
     """
     fields = config_fields(directory)
     config = _config(directory, fields, trust_remote_code, revision)
+    for part in (config, config.get_text_config()):  # weights are read as plain ones, or not at all
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     cls = _class_of(directory, fields, trust_remote_code, revision)
     chosen = _dtype(dtype, config, otherwise)
     options: dict[str, Any] = {"dtype": chosen}

@@ -8,7 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.quantised import refuse_named
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.stored import Box, Stored, fill, lengths
+from autotp.checkpoint.stored import Box, Stored, fill, lengths, whole_box
 from autotp.errors import WeightsError
 from autotp.models import transformers_module
 
-__all__ = ["Converted", "Incoming", "incoming", "mark_used"]
+__all__ = ["Converted", "Incoming", "Remade", "incoming", "mark_used"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,40 @@ class Converted:
         return out
 
 
-def incoming(model: nn.Module, checkpoint: Checkpoint, *, allow_extra: bool = False) -> Incoming:
+class Remade:
+    """A tensor whose maker cannot be traced: made whole when it is read, until `forget`."""
+
+    def __init__(self, label: str, tensor: Tensor, make: Callable[[], Tensor]) -> None:
+        self.label, self._make = label, make
+        self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
+        self._whole: Tensor | None = None
+
+    def read(self, box: Box) -> Tensor:
+        """The elements in a box."""
+        if self._whole is None:
+            self._whole = self._make()
+        return self._whole[tuple(slice(*span) for span in box)]
+
+    def forget(self) -> None:
+        """Lets go of the whole tensor."""
+        self._whole = None
+
+
+def incoming(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    *,
+    allow_extra: bool = False,
+    quantiser: Any = None,  # noqa: ANN401  one of Transformers'
+) -> Incoming:
     """What is read for `model`, a transformers model on meta, from a checkpoint.
+
+    - `quantiser`: the checkpoint is quantised, and its converters give the weights before that.
 
     Raises WeightsError for tensors missing, unknown (unless `allow_extra`), of another shape or
     kind of dtype.
     """
-    matched = _Matching(cast("Any", model), checkpoint)
+    matched = _Matching(cast("Any", model), checkpoint, quantiser)
     for name in sorted(checkpoint.tensors, key=matched.loading.dot_natural_key):
         matched.add(name)
     tensors, extra = matched.converted()
@@ -91,20 +118,30 @@ def mark_used(model: nn.Module, names: Iterable[str]) -> None:
     matched.note()
 
 
+# the tensors that one converter makes one of: key, name on disk, and the pattern it was found by
+_Group: TypeAlias = list[tuple[str, str, str]]
+
+
 class _Matching:
     """The mapping of one model and one checkpoint while it is being made."""
 
-    def __init__(self, model: Any, checkpoint: Checkpoint | None) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401  a transformers model
+        checkpoint: Checkpoint | None,
+        quantiser: Any = None,  # noqa: ANN401  one of Transformers'
+    ) -> None:
         self.model, self.checkpoint = model, checkpoint
         self.loading = transformers_module("core_model_loading")
-        mapping = transformers_module("conversion_mapping").get_model_conversion_mapping(model)
-        self.mapping: list[Any] = mapping
+        of = transformers_module("conversion_mapping").get_model_conversion_mapping
+        mapping: list[Any] = of(model, None, quantiser)
+        self.mapping, self.quantised = mapping, quantiser is not None
         self.renamings = [t for t in mapping if isinstance(t, self.loading.WeightRenaming)]
         self.converters = [t for t in mapping if isinstance(t, self.loading.WeightConverter)]
         self.by_pattern = {p: t for t in self.converters for p in t.source_patterns}
         self.state: dict[str, Tensor] = model.state_dict()
         self.direct: dict[str, str] = {}
-        self.groups: dict[str, Any] = {}
+        self.groups: dict[str, _Group] = {}
         self.extra: list[str] = []
         self.recipes = Recipes()
 
@@ -130,9 +167,7 @@ class _Matching:
                 raise WeightsError(f"{stored.label}: is {key}, as is {other}. Remove one of them.")
             self.direct[key] = name
         else:
-            group = self.groups.setdefault(key, copy.deepcopy(self.by_pattern[pattern]))
-            leaf = self.recipes.leaf(name, stored.shape, stored.dtype)
-            group.add_tensor(key, name, pattern, leaf)
+            self.groups.setdefault(key, []).append((key, name, pattern))
 
     def converted(self) -> tuple[dict[str, Stored], list[str]]:
         """What is read for each key, and the names on disk that nothing is made of."""
@@ -140,36 +175,65 @@ class _Matching:
         stored = self.checkpoint.tensors
         tensors: dict[str, Stored] = {key: stored[name] for key, name in self.direct.items()}
         for first, group in self.groups.items():
-            for key, made in self._run(first, group).items():
-                tensor = cast("Tensor", made[0] if isinstance(made, list) else made)
-                if key in self.state:
-                    tensors[key] = Converted(key, tensor, self.recipes, stored)
-                else:
+            for key, tensor in self._traced(first, group).items():
+                if key not in self.state:
                     self.extra.extend(self.recipes.leaves(tensor))
-        self.note()
+                elif self.recipes.untraced:
+                    tensors[key] = self._remade(key, tensor, first, group)
+                else:
+                    tensors[key] = Converted(key, tensor, self.recipes, stored)
+        if self.quantised:  # saved are the weights before that, as the model's own
+            mark_used(self.model, stored)
+        else:
+            self.note()
         return tensors, self.extra
 
     def note(self) -> None:
         """Leaves on the model which conversions were used: saving reverses those."""
         self.model._weight_conversions = [t for t in self.mapping if t.was_used()]
 
-    def _run(self, first: str, group: Any) -> Mapping[str, object]:  # noqa: ANN401
-        """What a converter makes, by key."""
+    def _traced(self, first: str, group: _Group) -> Mapping[str, Tensor]:
+        """What a converter makes, by key, without values; every op is noted down."""
+        assert self.checkpoint is not None
+        stored, recipes = self.checkpoint.tensors, self.recipes
+        leaves = {n: recipes.leaf(n, stored[n].shape, stored[n].dtype) for _, n, _ in group}
+        recipes.untraced = ""
+        with recipes:
+            return self._run(first, group, leaves.__getitem__)
+
+    def _remade(self, key: str, tensor: Tensor, first: str, group: _Group) -> Remade:
+        assert self.checkpoint is not None
+        stored = self.checkpoint.tensors
+        more = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        label = f"{key}, made of {stored[group[0][1]].label}{more}"
+
+        def whole(name: str) -> Tensor:
+            out = torch.empty(stored[name].shape, dtype=stored[name].dtype)
+            fill(out, stored[name], whole_box(stored[name].shape))
+            return out
+
+        return Remade(label, tensor, lambda: self._run(first, group, whole)[key])
+
+    def _run(self, first: str, group: _Group, tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """What a converter makes of the tensors of its group, by key."""
         info = _loading_info()
-        names = [name for found in group.layer_targets.values() for name in sorted(found)]
+        converter = copy.deepcopy(self.by_pattern[group[0][2]])
+        for key, name, pattern in group:
+            converter.add_tensor(key, name, pattern, tensor(name))
         try:
-            with self.recipes, torch.no_grad():
-                return group.convert(
+            with torch.no_grad():
+                made: Mapping[str, Any] = converter.convert(
                     first, model=self.model, config=self.model.config, loading_info=info
                 )
         except self.loading.SkipParameters:
             reason = info.conversion_errors.get(first, "").strip().splitlines()[-2:]
             assert self.checkpoint is not None
             raise WeightsError(
-                f"{self.checkpoint.directory}: {first} is made of {len(names)} tensors "
-                f"({names[0]}, …), which do not go together: {' '.join(reason)}. Download the "
+                f"{self.checkpoint.directory}: {first} is made of {len(group)} tensors "
+                f"({group[0][1]}, …), which do not go together: {' '.join(reason)}. Download the "
                 "checkpoint again."
             ) from None
+        return {key: m[0] if isinstance(m, list) else m for key, m in made.items()}
 
 
 def _loading_info() -> Any:  # noqa: ANN401  what Transformers collects while it loads

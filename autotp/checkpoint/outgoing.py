@@ -79,6 +79,12 @@ def outgoing(whole: nn.Module, max_shard_size: int | str) -> Outgoing:
         recipes.name(tensor, name)
     with recipes, torch.no_grad():
         saved: dict[str, Tensor] = loading.revert_weight_conversion(model, state)
+    if recipes.untraced:
+        raise PlanError(
+            f"{type(model).__name__}: one of the {len(state)} tensors is saved by a converter that "
+            f"writes into tensors ({recipes.untraced}), which cannot be traced. Save what "
+            "full_state_dict(rank0_only=True) gives on rank 0."
+        )
     split = _split(saved, max_shard_size)
     files = {
         name: laid_out((key, saved[key].dtype, tuple(saved[key].shape)) for key in keys)

@@ -1,7 +1,9 @@
-"""Checkpoints whose weights are packed or scaled: known before anything is read, and refused.
+"""Checkpoints whose weights are packed or scaled: known before anything is read.
 
-A packed weight is one of several tensors (codes, scales, zero points) that must be cut together,
-and its graph holds kernels that no rule knows.
+A packed weight is one of several tensors (codes, scales, zero points), and the graph of such a
+model holds kernels that no rule knows. So they are refused; or, where that is asked for and
+Transformers can, each weight becomes what it stands for while it is read, by Transformers' own
+converters: a rank reads the codes of its slice, and the scales that belong to them.
 """
 
 import re
@@ -10,8 +12,9 @@ from typing import Any, Final, cast
 
 from autotp.checkpoint.stored import Stored
 from autotp.errors import WeightsError
+from autotp.models import transformers_module
 
-__all__ = ["refuse_configured", "refuse_named"]
+__all__ = ["quantiser_of", "refuse_named", "without_quantisation"]
 
 _ADVICE: Final = (
     "Take the checkpoint before quantisation; or load this one with Transformers, call "
@@ -24,14 +27,33 @@ _PACKED: Final = re.compile(
 )
 
 
-def refuse_configured(where: object, fields: Mapping[str, Any]) -> None:
-    """Raises WeightsError where a configuration, or one inside it, tells of a quantisation."""
+def quantiser_of(where: object, fields: Mapping[str, Any], *, dequantise: bool = False) -> Any:  # noqa: ANN401
+    """What turns quantised weights into plain ones, one of Transformers'; None if there are none.
+
+    Raises WeightsError where a configuration, or one inside it, tells of a quantisation, and it is
+    not to be undone, or cannot be.
+    """
     for part in (fields, *(value for value in fields.values() if isinstance(value, Mapping))):
         if found := cast("Mapping[str, Any]", part).get("quantization_config"):
+            if dequantise:
+                return _quantiser(where, found)
             raise WeightsError(
                 f"{where}: is quantised ({_method(found)}), and tensor parallelism of packed "
-                f"weights is not there: 0 of its layers could be cut. {_ADVICE}"
+                "weights is not there: 0 of its layers could be cut. Pass dequantize=True to have "
+                f"plain weights made while they are read, where Transformers can. {_ADVICE}"
             )
+    return None
+
+
+def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration's fields, without what they tell of a quantisation, at any depth."""
+    return {
+        key: without_quantisation(cast("Mapping[str, Any]", value))
+        if isinstance(value, Mapping)
+        else value
+        for key, value in fields.items()
+        if key != "quantization_config"
+    }
 
 
 def refuse_named(unknown: Iterable[str], tensors: Mapping[str, Stored]) -> None:
@@ -42,6 +64,29 @@ def refuse_named(unknown: Iterable[str], tensors: Mapping[str, Stored]) -> None:
             f"{tensors[packed[0]].label}: is part of a quantised weight, as {len(packed)} tensors "
             f"by their names are; the configuration tells nothing of it. {_ADVICE}"
         )
+
+
+def _quantiser(where: object, found: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    auto = transformers_module("quantizers.auto")
+    named = f"{where}: is quantised ({_method(found)})"
+    try:
+        config = auto.AutoQuantizationConfig.from_dict(dict(found))
+        config.dequantize = True
+        made = auto.AutoHfQuantizer.from_config(config, pre_quantized=True)
+        can = "dequantize" in made.get_load_operations()
+    # whatever a method's own package raises where it is not installed, or cannot read its config
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WeightsError(
+            f"{named}, and Transformers refuses it: {type(error).__name__}: {reason}. Install what "
+            f"it asks for. {_ADVICE}"
+        ) from error
+    if not can:
+        raise WeightsError(
+            f"{named}, and dequantize=True was given, but Transformers can undo 0 of its layers "
+            f"while it loads. {_ADVICE}"
+        )
+    return made
 
 
 def _method(found: Mapping[str, Any]) -> str:

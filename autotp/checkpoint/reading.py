@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from autotp.checkpoint.incoming import Converted
+from autotp.checkpoint.incoming import Converted, Remade
 from autotp.checkpoint.stored import Pickled, Stored, blocks, fill, whole_box
 from autotp.core.plan import ParameterRecord, Plan
 from autotp.core.split import Split
@@ -74,7 +74,7 @@ def read_local(out: Tensor, stored: Stored, record: ParameterRecord | None, rank
             box = tuple((start, stop) if k == dim else (0, n) for k, n in enumerate(stored.shape))
             fill(out.narrow(dim, at, stop - start), stored, box)
             at += stop - start
-    if isinstance(stored, Converted):
+    if isinstance(stored, Converted | Remade):
         stored.forget()
 
 

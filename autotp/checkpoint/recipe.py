@@ -4,11 +4,12 @@ A checkpoint's converters (stack the experts, join two of their weights, transpo
 Transformers. They are run as they are, on tensors without values, and each op is noted down. Any
 box of the result is then traced to boxes of what it was made of: a rank reads its own experts, or
 its own rows of every expert, and no more. An op that is not in the table below is run on whole
-tensors, one parameter at a time.
+tensors, one parameter at a time; what cannot be noted down at all is told.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -17,7 +18,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.checkpoint.stored import Box, lengths, whole_box
-from autotp.errors import WeightsError
 
 __all__ = ["Recipes"]
 
@@ -39,6 +39,7 @@ class Recipes(TorchDispatchMode):
 
     `leaf(name, shape, dtype)` gives a tensor without values to run them on; `read(tensor, box)` the
     values in a box of any tensor made from such, `leaves(tensor)` the names of what it is made of.
+    `untraced` is an op that cannot be read back: it writes to a tensor, or takes one from nowhere.
     """
 
     def __init__(self) -> None:
@@ -47,6 +48,7 @@ class Recipes(TorchDispatchMode):
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no identity is given twice
         self._whole: dict[int, Sequence[Tensor]] = {}
+        self.untraced = ""
 
     def __torch_dispatch__(
         self,
@@ -56,19 +58,21 @@ class Recipes(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401  what the op returns
         """Runs the op, and notes down what it made."""
-        if func._schema.is_mutable:
-            raise WeightsError(
-                f"{func}: a converter of the checkpoint writes into its tensors, which cannot be "
-                "traced. Load the model with Transformers, save it, and load what was saved."
-            )
         made = func(*args, **(kwargs or {}))
+        taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if func._schema.is_mutable or any(id(x) not in self for x in taken):
+            self.untraced = str(func)
         outputs: Sequence[object] = [made] if isinstance(made, Tensor) else made
         if isinstance(outputs, list | tuple):
             for index, output in enumerate(outputs):
-                if isinstance(output, Tensor) and id(output) not in self._names:
+                if isinstance(output, Tensor) and id(output) not in self:
                     self._steps[id(output)] = _Step(func, args, kwargs or {}, index)
                     self._kept.append(output)
         return made
+
+    def __contains__(self, tensor: int) -> bool:
+        """Whether the tensor of this identity is a leaf, or was made in the block."""
+        return tensor in self._names or tensor in self._steps
 
     def leaf(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor without values that is called `name`."""
@@ -103,7 +107,7 @@ class Recipes(TorchDispatchMode):
             if id(at) in self._names:
                 return leaf(self._names[id(at)], part)
             step = self._steps[id(at)]
-            rule = _RULES.get(step.op)
+            rule = _RULES.get(step.op) or (_each if torch.Tag.pointwise in step.op.tags else None)
             if rule is None:
                 return self._run(at, step, read)[tuple(slice(*span) for span in part)]
             return rule(read, step, part)
@@ -117,14 +121,7 @@ class Recipes(TorchDispatchMode):
     def _run(self, tensor: Tensor, step: _Step, read: Read) -> Tensor:
         """The op on whole tensors; its result is kept until `forget`."""
         if id(tensor) not in self._whole:
-
-            def real(x: object) -> object:
-                if isinstance(x, torch.device):
-                    return torch.device("cpu")
-                return _like(x, read(x, whole_box(tuple(x.shape)))) if isinstance(x, Tensor) else x
-
-            args, kwargs = pytree.tree_map(real, (step.args, dict(step.kwargs)))
-            made = step.op(*args, **kwargs)
+            made = _applied(step, lambda x: _like(x, read(x, whole_box(tuple(x.shape)))))
             self._whole[id(tensor)] = [made] if isinstance(made, Tensor) else made
         return self._whole[id(tensor)][step.index]
 
@@ -135,6 +132,84 @@ def _like(meta: Tensor, found: Tensor) -> Tensor:
         return found
     strided = torch.empty_strided(meta.shape, meta.stride(), dtype=found.dtype)
     return strided.copy_(found)
+
+
+def _applied(step: _Step, real: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+    """What an op gives where its tensors are `real`."""
+
+    def of(x: object) -> object:
+        if isinstance(x, torch.device):
+            return torch.device("cpu")
+        return real(x) if isinstance(x, Tensor) else x
+
+    args, kwargs = pytree.tree_map(of, (step.args, dict(step.kwargs)))
+    return step.op(*args, **kwargs)
+
+
+def _each(read: Read, step: _Step, box: Box) -> Tensor:
+    """An op that is applied to each element, sizes of 1 being repeated."""
+
+    def part(x: Tensor) -> Tensor:
+        own = box[len(box) - x.dim() :]
+        return read(x, tuple((0, 1) if n == 1 else s for n, s in zip(x.shape, own, strict=True)))
+
+    return _applied(step, part)
+
+
+def _view(read: Read, step: _Step, box: Box) -> Tensor:
+    """The same elements in another shape: the smallest box that holds them is read."""
+    whole, sizes = step.args[0], list(step.args[1])
+    if -1 in sizes:
+        sizes[sizes.index(-1)] = whole.numel() // -prod(sizes)
+    outer: list[tuple[int, int]] = []
+    wanted: list[Tensor] = []
+    for old, new in _regrouped(tuple(whole.shape), sizes):
+        at = _numbers(sizes[new], box[new])
+        first, last = int(at.min()), int(at.max())
+        spans, start = _around(tuple(whole.shape[old]), first, last)
+        outer.extend(spans)
+        wanted.append(at - start)
+    found = read(whole, tuple(outer))
+    groups = [prod(lengths(tuple(outer[old]))) for old, _ in _regrouped(whole.shape, sizes)]
+    found = found.reshape(groups)
+    for dim, at in enumerate(wanted):
+        if at.numel() != groups[dim]:
+            found = found.index_select(dim, at)
+    return found.reshape(lengths(box))
+
+
+def _regrouped(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
+    """The dims of two shapes of the same elements in the smallest groups of equal size."""
+    found: list[tuple[slice, slice]] = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        begin = i, j
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (a := prod(old[begin[0] : i])) != (b := prod(new[begin[1] : j])):
+            i, j = (i + 1, j) if a < b else (i, j + 1)
+        found.append((slice(begin[0], i), slice(begin[1], j)))
+    return found
+
+
+def _numbers(shape: Sequence[int], box: Box) -> Tensor:
+    """The places, in order of storage, of the elements in a box of a shape."""
+    at = torch.zeros(1, dtype=torch.int64)
+    for size, span in zip(shape, box, strict=True):
+        at = (at[:, None] * size + torch.arange(*span)).view(-1)
+    return at
+
+
+def _around(shape: tuple[int, ...], first: int, last: int) -> tuple[Box, int]:
+    """The box around all elements from one place to another, and the place where it begins."""
+    spans: list[tuple[int, int]] = []
+    start, apart = 0, False
+    for k, size in enumerate(shape):
+        inner = prod(shape[k + 1 :])
+        low, high = first // inner % size, last // inner % size
+        spans.append((0, size) if apart else (low, high + 1))
+        start += 0 if apart else low * inner
+        apart = apart or low != high
+    return tuple(spans), start
 
 
 def _same(read: Read, step: _Step, box: Box) -> Tensor:
@@ -244,6 +319,9 @@ def _rules() -> Iterator[tuple[Any, Callable[[Read, _Step, Box], Tensor]]]:
     aten = torch.ops.aten
     for op in (aten.clone, aten.detach, aten.alias, aten.contiguous):
         yield op.default, _same
+    yield aten._to_copy.default, _each
+    for op in (aten.view, aten._unsafe_view, aten.reshape):
+        yield op.default, _view
     yield aten.cat.default, _cat
     yield aten.stack.default, _stack
     yield aten.split.Tensor, _split
