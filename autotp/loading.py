@@ -147,7 +147,10 @@ def _check_own(path: Path, options: Keywords) -> None:
 def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, Any]:
     """The checkpoint in a directory, whose configuration was checked, and its quantiser, if any."""
     if not directory.is_dir():
-        raise PlanError(f"{directory}: is no directory. Give one with config.json and weights.")
+        raise PlanError(
+            f"{directory}: is no directory. Give one with config.json and weights; a model of the "
+            f"hub is downloaded first: hf download {directory} --local-dir DIRECTORY."
+        )
     fields = config_fields(directory)
     quantiser = quantiser_of(directory, fields, dequantise=dequantize)
     return Checkpoint.open(directory, fields.get("transformers_weights")), quantiser

@@ -15,6 +15,7 @@ from autotp import rulebook
 from autotp.analysis import Decision
 from autotp.cache import stated
 from autotp.calls import Calls
+from autotp.checkpoint.quantised import refuse_model
 from autotp.checkpoint.store import GroupStore
 from autotp.constraints import as_overridden, as_planned, followed
 from autotp.core.held import much_whole
@@ -103,6 +104,7 @@ class Work:
         often: int = 1,
     ) -> None:
         refuse_sharded(model)
+        refuse_model(model)
         self.caches, self.often = caches or {}, often
         self.later: tuple[Work, ...] = ()
         self.longest: Pricing | None = None

@@ -4,15 +4,18 @@
     python examples/real_models.py --offline --layers 2
 
 MiniLM (BERT, 12 heads) embeds three sentences; SmolLM2-135M-Instruct (Llama, 9 heads, 3 KV heads)
-answers a question, greedily, by whole forwards. Exit code 1 if anything differs.
+answers a question, greedily. Each process reads its own slices of the checkpoint, and no more.
+Exit code 1 if anything differs.
 """
 
 import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import fetch
@@ -31,7 +34,19 @@ SENTENCES = [
     "A simple recipe for home-made bread.",
     "The stock market fell sharply on Monday.",
 ]
-QUESTION = "What is the capital of France?"
+PROMPTS = [
+    "What is the capital of France?",
+    "Name three colours.",
+    "What is 7 plus 5?",
+    "Who wrote Hamlet?",
+    "What do bees make?",
+    "Say hello in Spanish.",
+    "How many days has a week?",
+    "What is the opposite of hot?",
+    "Which planet is the largest?",
+    "Give me a word that rhymes with cat.",
+]
+QUESTION = PROMPTS[0]
 ANSWER = "The capital of France is Paris."
 END = 2  # SmolLM2's end of turn
 NEW_TOKENS = 12
@@ -42,13 +57,18 @@ REASON = "fp32 rounds each step by up to 6e-8 and tp adds in another order, over
 # ---- the models, exactly as transformers makes them --------------------------------------------
 
 
-def whole_model(name: str, directory: str | None, layers: int | None) -> nn.Module:
-    """The model from `directory`, or with seeded random weights of the same architecture."""
+def whole_model(name: str, checkpoint: str) -> nn.Module:
+    """The model of a checkpoint, as Transformers loads it."""
     kind = AutoModel if name == "minilm" else AutoModelForCausalLM
-    if directory is not None:
-        return kind.from_pretrained(directory, dtype=torch.float32).eval()
+    return kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
+
+
+def written(name: str, layers: int | None, folder: Path) -> str:
+    """A checkpoint of the same architecture with seeded random weights, in `folder`."""
+    kind = AutoModel if name == "minilm" else AutoModelForCausalLM
     torch.manual_seed(0)
-    return kind.from_config(architecture(name, layers), dtype=torch.float32).eval()
+    kind.from_config(architecture(name, layers), dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
 
 
 def architecture(name: str, layers: int | None) -> BertConfig | LlamaConfig:
@@ -70,22 +90,35 @@ def architecture(name: str, layers: int | None) -> BertConfig | LlamaConfig:
 
 def example_inputs(name: str, directory: str | None) -> dict[str, Any]:
     """The tokens of the real sentences; without a tokenizer, random ones of about their lengths."""
+    if name == "smollm2":
+        return prompts(directory, PROMPTS[:1])
     if directory is None:
-        generator = torch.Generator().manual_seed(0)
-        shape = (3, 11) if name == "minilm" else (1, 37)
-        ids = torch.randint(3, 30000, shape, generator=generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        return random_words(3, 11) | {"use_cache": False}
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    if name == "minilm":
-        tokens = tokenizer(SENTENCES, padding=True, return_tensors="pt")
-    else:
-        tokens = tokenizer.apply_chat_template(
-            [{"role": "user", "content": QUESTION}],
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-    return {**tokens, "use_cache": False}
+    return {**tokenizer(SENTENCES, padding=True, return_tensors="pt"), "use_cache": False}
+
+
+def prompts(directory: str | None, asked: Sequence[str] = PROMPTS) -> dict[str, Tensor]:
+    """The tokens of a chat for each question, padded on the left; without a tokenizer, random."""
+    if directory is None:
+        return random_words(len(asked), 37)
+    tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
+    chats = [[{"role": "user", "content": question}] for question in asked]
+    how = {"padding": True, "return_tensors": "pt", "return_dict": True}
+    return dict(tokenizer.apply_chat_template(chats, add_generation_prompt=True, **how))
+
+
+def random_words(batch: int, sequence: int) -> dict[str, Tensor]:
+    """Seeded random tokens, none of which is padding."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 30000, (batch, sequence), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def planned_for(name: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What the plan is made for: the embedding's one call; a prompt's, and those of the words."""
+    calls = {"new_tokens": NEW_TOKENS} if name == "smollm2" else {}
+    return {"example_inputs": inputs, **calls}
 
 
 def run(name: str, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -101,19 +134,12 @@ def embed(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"hidden": hidden, "embeddings": nn.functional.normalize(mean, dim=-1)}
 
 
-def answer(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The greedy answer and the logits it was read from, by one whole forward a token."""
-    ids = inputs["input_ids"]  # (1, sequence)
-    logits, tokens = [], []
-    while len(tokens) < NEW_TOKENS and tokens[-1:] != [END]:
-        mask = torch.ones_like(ids)
-        out = model(
-            input_ids=ids, attention_mask=mask, use_cache=False
-        ).logits  # (1, sequence, vocab)
-        logits.append(out[0, -1])
-        tokens.append(int(out[0, -1].argmax()))
-        ids = torch.cat([ids, ids.new_tensor([tokens[-1:]])], dim=1)
-    return {"logits": torch.stack(logits), "tokens": torch.tensor(tokens)}
+def answer(model: nn.Module, inputs: dict[str, Any], words: int = NEW_TOKENS) -> dict[str, Tensor]:
+    """The greedy answer, and the logits that it was read from."""
+    how = {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    made = model.generate(**inputs, max_new_tokens=words, eos_token_id=END, pad_token_id=0, **how)
+    start = inputs["input_ids"].shape[1]
+    return {"logits": torch.cat(made.logits), "tokens": made.sequences[0, start:]}
 
 
 # ---- one rank ----------------------------------------------------------------------------------
@@ -121,18 +147,19 @@ def answer(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def one_rank(
-    rank: int, name: str, directory: str | None, layers: int | None, tp: int, inputs: dict[str, Any]
+    rank: int, name: str, checkpoint: str, tp: int, inputs: dict[str, Any]
 ) -> dict[str, Any]:
     """What one process finds: results, bytes held, collectives executed, seconds a stage."""
     transformers.logging.disable_progress_bar()
     seconds: dict[str, float] = {}
-    with timed(seconds, "load"):
-        model = whole_model(name, directory, layers)
-    with timed(seconds, "parallelize"):
-        sharded = autotp.parallelize(model, tp=tp, example_inputs=inputs, training=False)
-    del model  # from here on this process holds its own part only
-    with timed(seconds, "one forward"), Collectives() as collectives:
-        sharded(**inputs)
+    with timed(seconds, "plan and read"):
+        how = planned_for(name, inputs)
+        sharded = autotp.from_pretrained(checkpoint, tp, dtype=torch.float32, **how)
+    with timed(seconds, "one call"), Collectives() as collectives:
+        if name == "minilm":
+            sharded(**inputs)
+        else:
+            answer(sharded, inputs, words=1)
     with timed(seconds, "run"):
         results = run(name, sharded, inputs)
     return {
@@ -140,30 +167,37 @@ def one_rank(
         "seconds": seconds,
         "executed": collectives.runs,
         "bytes": num_bytes(sharded),
-        "plan": sharded.plan.hash,
+        "plan": sharded.plan.to_json(),
+        "hash": sharded.plan.hash,
     }
 
 
 # ---- the comparison ----------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def compare(name: str, directory: str | None, layers: int | None, tp: int) -> bool:
     """Whether `name` over `tp` processes equals itself whole; prints the plan and the figures."""
     print(f"\n{TITLES[name]}, {'real' if directory else 'random'} weights, tp {tp}\n", flush=True)
+    with TemporaryDirectory() as folder:
+        checkpoint = directory or written(name, layers, Path(folder))
+        return compared(name, checkpoint, directory, tp)
+
+
+@torch.no_grad()
+def compared(name: str, checkpoint: str, directory: str | None, tp: int) -> bool:
+    """The same, of a checkpoint; `directory` has the tokenizer, if there is one."""
     seconds: dict[str, float] = {}
     with timed(seconds, "load whole"):
-        model = whole_model(name, directory, layers)
+        model = whole_model(name, checkpoint)
     inputs = example_inputs(name, directory)
     with timed(seconds, "run whole"):
         expected = run(name, model, inputs)
-    with timed(seconds, "plan"):
-        plan = autotp.plan(model, tp=tp, example_inputs=inputs, training=False)
-    print(plan, flush=True)
     whole_bytes = num_bytes(model)
     del model
     with timed(seconds, "all ranks"):
-        ranks = on_ranks(tp, one_rank, name, directory, layers, tp, inputs)
+        ranks = on_ranks(tp, one_rank, name, checkpoint, tp, inputs)
+    plan = Plan.from_json(ranks[0]["plan"])
+    print(plan, flush=True)
 
     seconds |= {f"rank 0: {stage}": s for stage, s in ranks[0]["seconds"].items()}
     checks = [
@@ -179,7 +213,7 @@ def compare(name: str, directory: str | None, layers: int | None, tp: int) -> bo
 
 def same_plan(plan: Plan, ranks: list[dict[str, Any]]) -> bool:
     """Whether every process found the plan printed above, by its hash."""
-    same = all(rank["plan"] == plan.hash for rank in ranks)
+    same = all(rank["hash"] == plan.hash for rank in ranks)
     line("plan", f"found by each process by itself: {'the same' if same else 'NOT the same'}", same)
     return same
 
@@ -221,14 +255,14 @@ def memory(whole_bytes: int, plan: Plan, ranks: list[dict[str, Any]]) -> bool:
 
 
 def traffic(plan: Plan, ranks: list[dict[str, Any]]) -> bool:
-    """Whether one forward sends on every rank what the plan says, in kind, number and bytes."""
+    """Whether a call (of a prompt) sends on every rank what the plan says: kinds, number, bytes."""
     predicted = [(c.kind, c.payload_bytes) for c in plan.collectives if c.phase == "forward"]
     same = all(sorted(rank["executed"]) == sorted(predicted) for rank in ranks)
     executed = total(ranks[0]["executed"])
     text = (
         f"predicted {total(predicted)}; executed {executed}: what the ranks add up or collect in "
     )
-    line("collectives", text + "one forward, in bytes of the tensors", same)
+    line("collectives", text + "one call, in bytes of the tensors", same)
     return same
 
 

@@ -17,6 +17,8 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
 )
@@ -51,6 +53,7 @@ def model(kind: str) -> nn.Module:
                 shared_expert_intermediate_size=16,
             )
         ),
+        "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, pad_token_id=0)),
         "bert": lambda: BertModel(BertConfig(**_SIZES)),
         "gpt2": lambda: GPT2LMHeadModel(
             GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=64, n_positions=64, **_WORDS)

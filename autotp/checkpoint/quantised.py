@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, cast
 
+import torch
+from torch import nn
+
 from autotp.checkpoint.stored import Stored
 from autotp.errors import WeightsError
 from autotp.models import transformers_module
 
-__all__ = ["quantiser_of", "refuse_named", "without_quantisation"]
+__all__ = ["quantiser_of", "refuse_model", "refuse_named", "without_quantisation"]
 
 _ADVICE: Final = (
     "Take the checkpoint before quantisation; or load this one with Transformers, call "
@@ -54,6 +57,24 @@ def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in fields.items()
         if key != "quantization_config"
     }
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raises WeightsError for a model of Transformers that was loaded with packed weights."""
+    if getattr(model, "is_quantized", False) is True:
+        method = getattr(model, "quantization_method", "quantised")
+        packed = [type(m).__name__ for m in model.modules() if _is_packed(m)]
+        raise WeightsError(
+            f"{type(model).__name__}: holds quantised weights ({getattr(method, 'value', method)}; "
+            f"{len(packed)} modules, {', '.join(sorted(set(packed))[:3])}), whose kernels have no "
+            "rules. Load it with autotp.from_pretrained(directory, dequantize=True); or call "
+            "model.dequantize() before, where its method has it."
+        )
+
+
+def _is_packed(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(t.dtype.itemsize == 1 and t.dtype != torch.bool for t in own)
 
 
 def refuse_named(unknown: Iterable[str], tensors: Mapping[str, Stored]) -> None:

@@ -251,7 +251,7 @@ class ShardedModel(Baked):
 
     @stands_aside
     def save_pretrained(
-        self, save_directory: str | Path, *, max_shard_size: int | str = "50GB"
+        self, save_directory: str | Path, *, max_shard_size: int | str = "50GB", **others: object
     ) -> None:
         """Writes the whole model: the files, keys and shapes of the model's own save_pretrained.
 
@@ -259,7 +259,15 @@ class ShardedModel(Baked):
         - Every rank must call it; rank 0 writes, tensor by tensor, and holds no more than one of
           them whole (or those that one converter of the checkpoint makes one).
         - Files appear under their names when all are complete. Raises WeightsError on every rank.
+        - `others`: what the model's own method takes besides is refused, by PlanError.
         """
+        if others:
+            raise PlanError(
+                f"{type(self).__name__}: save_pretrained() was called with {', '.join(others)}, as "
+                f"one rank alone does for a whole model, and {self.sharded_state} has no more than "
+                "its part. Call save_pretrained(directory) on every rank; of a Trainer, turn its "
+                'own saving off: save_strategy="no".'
+            )
         _store(self, "save_pretrained").save(self, Path(save_directory), max_shard_size)
 
     @stands_aside
