@@ -11,6 +11,7 @@ from autotp.models import preset_names
 __all__ = ["parsed"]
 
 _COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge", "generate"}
+_DEBUG = "show where an error arose; generate: compare all ranks' calls"
 _STRICT = "an op without a rule, or more than 10 %% of the bytes whole, is an error"
 
 
@@ -73,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_generation(generate)
     for command in (plan, dry_run, verify, rules, shard, merge, generate):
         command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
-        command.add_argument("--debug", action="store_true", help="show where an error arose")
+        command.add_argument("--debug", action="store_true", help=_DEBUG)
     return parser
 
 
@@ -105,6 +106,8 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
     _add_reduce_dtype(parser)
+    late = "give up on a rank after so long (default: 1800 over gloo, 600 over NCCL)"
+    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=late)
     parser.add_argument("--trust-remote-code", action="store_true", help="run code in DIR")
 
 
@@ -177,6 +180,16 @@ def _index(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from error
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait; give seconds above 0")
+    return number
 
 
 def _at_least(least: int, text: str) -> int:

@@ -9,6 +9,7 @@ Exit codes: 0 right, 1 wrong or impossible, 2 misused: what was typed names noth
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -44,6 +45,7 @@ from autotp.show.rules import render_rules, render_verdicts
 __all__ = ["main"]
 
 _FACTORY = "Let the factory return (module, inputs), a tuple with a mapping of inputs."
+_LAST_WORDS = 15  # seconds, of the 30 after which torchrun kills
 _SHORT = 16  # words that a comparison takes, unless told otherwise
 
 
@@ -233,12 +235,16 @@ def _generate(options: Namespace) -> int:
         seed=options.seed,
         dtype=options.dtype,
         reduce_dtype=options.reduce_dtype,
+        timeout=options.timeout,
+        debug=options.debug,
         trust_remote_code=options.trust_remote_code,
     )
     with _misuse():
         check_generation(wanted)
     if options.tp > 1 and "RANK" not in os.environ:
         return _in_processes(options)
+    if options.tp > 1:
+        _speak_before_the_end()
     words, pace, rank = generated(wanted, options.tp)
     if rank == 0:
         if options.ids and options.json != "-":
@@ -246,6 +252,15 @@ def _generate(options: Namespace) -> int:
         print(f"autotp: {pace}", file=sys.stderr)
         _write_json(options.json, json.dumps({"ids": words, "pace": encode(pace)}) + "\n")
     return 0
+
+
+def _speak_before_the_end() -> None:
+    """Leaves a process that torchrun stops, since another is gone, the time to say what it saw."""
+    signal.signal(signal.SIGTERM, _end_soon)
+
+
+def _end_soon(number: int, frame: object) -> None:
+    signal.alarm(_LAST_WORDS)
 
 
 def _in_processes(options: Namespace) -> int:

@@ -24,6 +24,8 @@ class Wanted:
 
     - `prompt`: text, or numbers of words in `ids` where the directory has no tokenizer.
     - `chat`: the prompt is a user's turn, put into the tokenizer's chat template.
+    - `timeout`: seconds after which a rank that does not come is given up; `debug`: ranks compare
+      their calls.
     - `temperature`: 0 is greedy; else words are drawn, from `seed`, the same on all ranks.
     """
 
@@ -36,6 +38,8 @@ class Wanted:
     seed: int = 0
     dtype: str | None = None
     reduce_dtype: str | None = None
+    timeout: float | None = None
+    debug: bool = False
     trust_remote_code: bool = False
 
 
@@ -108,6 +112,8 @@ def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:
         example_inputs={"input_ids": ids},
         new_tokens=wanted.new_tokens,
         reduce_dtype=wanted.reduce_dtype,
+        timeout=wanted.timeout,
+        debug=wanted.debug,
     )
     ids = ids.to(next(model.parameters()).device)
     onward = None

@@ -15,6 +15,7 @@ from autotp.checkpoint.incoming import incoming, mark_used
 from autotp.checkpoint.parts import PLAN, Manifest, check_part, is_sharded, part_of
 from autotp.checkpoint.quantised import quantiser_of
 from autotp.checkpoint.reading import empty_shards, part, read_buffers, read_shards, untie
+from autotp.checkpoint.sample import samples
 from autotp.checkpoint.stored import Stored
 from autotp.core.plan import Plan
 from autotp.errors import PlanError
@@ -94,6 +95,7 @@ def from_pretrained(
         with as_one(where, "building the model"):
             model = hollow(path, dtype=dtype, otherwise=stored_dtype(checkpoint), **ways)
             tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
+        agree_weights(where, samples(checkpoint.tensors), "samples of the checkpoint")
         sharded = _empty(where, model, **options)
         give_back()
         with as_one(where, "reading weights"):

@@ -1,4 +1,4 @@
-"""Digests of tensors: equal for equal bits, other for the least difference; strides do not count."""
+"""Digests of tensors: equal for equal bits, other for the least difference, strides or no."""
 
 import pytest
 import torch

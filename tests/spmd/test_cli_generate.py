@@ -1,6 +1,9 @@
 """`autotp generate`: it starts its own processes, and they say what the whole model would."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,44 @@ def test_the_words_come_from_two_processes(
     assert words == json.loads(told.read_text())["ids"]
     assert f"{len(words)} tokens: the first after" in err
     assert "tokens/s" in err
+
+
+KILLED = """
+import os, signal, sys
+from autotp import cli, loading
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if os.environ["RANK"] == "1":
+    loading.read_shards = die
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_is_killed_ends_all_with_a_message(
+    saved: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run += [str(script), "generate", str(saved[0]), "--tp", "2", "--ids", "5,6,7"]
+    root = str(Path(__file__).parents[2])
+    alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"}
+    env = {**os.environ, **alone}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=180, check=False)
+
+    assert 0 != done.returncode
+    assert "autotp: error: reading weights: rank 0 of 2 waited for rank 1" in done.stderr
+    assert "closed its connection: it ended or was killed" in done.stderr
+    assert [] == [pid for pid in Path("/proc").glob("[0-9]*") if str(script) in _command(pid)]
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:  # it has ended since
+        return ""
 
 
 def test_what_cannot_start_is_told_before_any_process_does(
