@@ -1,4 +1,4 @@
-"""Digests of tensors: three times as fast as a copy, and on the tensor's own device.
+"""Digests of tensors: no slower than a copy, and on the tensor's own device.
 
 The bytes are read as a table of 64-bit words. All its row sums and all its column sums, which wrap
 around, are hashed: a word that differs changes one of each, rows that changed places change the row
