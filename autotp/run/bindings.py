@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["bind"]
+__all__ = ["bind", "sample"]
 
 # Any: whatever an op takes and gives
 Call: TypeAlias = Callable[..., Any]
@@ -43,7 +43,7 @@ def _may_differ(target: object) -> bool:
 
 def _bound(node: fx.Node) -> Call:
     op: Any = node.target
-    given = _sample(node)
+    given = sample(node)
     if given is None:
         return op
     key = (op, _pattern(given))
@@ -62,7 +62,7 @@ def _candidates(op: OpOverload) -> Iterator[Call]:
             yield found
 
 
-def _sample(node: fx.Node) -> Given | None:
+def sample(node: fx.Node) -> Given | None:
     """Arguments like the node's, without memory; None where too little is known of them."""
     values = [n.meta.get("val") for n in node.all_input_nodes]
     if any(v is None or not _is_known(v) for v in values):

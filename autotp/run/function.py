@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from autotp.run.bindings import bind
+from autotp.run.in_place import sum_in_place
 
 __all__ = ["Function", "duplicate", "function"]
 
@@ -25,6 +26,7 @@ def function(graph: fx.Graph) -> Function:
     Example: `function(layer_graph)(layer, hidden, cos, sin, mask)`.
     """
     run = duplicate(graph)
+    sum_in_place(run)
     bind(run)
     code = run.python_code("self")
     return _function(code.src.strip() + "\n", tuple(code.globals.items()))

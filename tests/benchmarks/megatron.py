@@ -63,7 +63,7 @@ def cut_by_hand(model: nn.Module) -> nn.Module:
         elif name == "embed_tokens":
             _cut(module, 1)
             module.__class__ = _GatheredTable
-    return model.eval().requires_grad_(False)
+    return model.eval()
 
 
 def _cut(module: nn.Module, dim: int) -> None:

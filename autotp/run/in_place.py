@@ -1,0 +1,51 @@
+"""Sums over the group without a copy: a partial sum that nobody else reads may be overwritten.
+
+The functional collective copies its operand first. In what runs, not in what is planned, compared
+and shown, it is replaced where the operand is the fresh result of an op and has no other reader.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from autotp.run.bindings import sample
+
+__all__ = ["all_reduce", "sum_in_place"]
+
+_ops = torch.ops._c10d_functional
+
+
+def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
+    """The sum over the group, written to `x`; to be waited for. A compiler decides for itself."""
+    if torch.compiler.is_compiling() or not x.is_contiguous():
+        return _ops.all_reduce(x, op, group)
+    return _ops.all_reduce_(x, op, group)
+
+
+def sum_in_place(graph: fx.Graph) -> None:
+    """Lets all-reduces of `graph` overwrite what is theirs alone."""
+    for node in graph.find_nodes(op="call_function", target=_ops.all_reduce.default):
+        operand = node.args[0]
+        if isinstance(operand, fx.Node) and len(operand.users) == 1 and _is_fresh(operand):
+            node.target = all_reduce
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether the node's result is memory of its own: its op says so, and a run on samples."""
+    op: Any = node.target
+    given = sample(node)
+    if given is None or not isinstance(op, OpOverload) or op.namespace != "aten":
+        return False
+    if any(r.alias_info for r in op._schema.returns):  # pyright: ignore[reportPrivateUsage]
+        return False
+    with torch.no_grad():
+        result = op(*given[0], **given[1])
+    operands = [x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor)]
+    return isinstance(result, Tensor) and not any(_same_memory(result, x) for x in operands)
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    # private: torch has no public way to ask it of tensors without memory
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
