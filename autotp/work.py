@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autotp import rulebook
 from autotp.analysis import Decision
@@ -39,6 +39,7 @@ from autotp.passes.outline import Outlined, Shorter, outline
 from autotp.passes.pose import Posed, decide, pose
 from autotp.passes.pose_phases import PosedPhase, pose_phases
 from autotp.passes.rewrite import Rewritten, Target, rewrite
+from autotp.passes.shared_heads import with_shared_heads
 from autotp.passes.solve import solve
 from autotp.passes.unmask import unmasked
 from autotp.program import Program, tensor_leaves
@@ -84,9 +85,15 @@ class Made:
             retarget(graph, device)
             program = self.program
             masked, *others = unmasked(graph, program.inputs, program.lifted)
-            shorter = [Shorter(u.conditions, outline(u.graph)) for u in reversed(others)]
-            self.outlined[key] = replace(outline(masked.graph), shorter=tuple(shorter))
+            shorter = [
+                Shorter(u.conditions, self._outlined(u.graph, device)) for u in reversed(others)
+            ]
+            most = self._outlined(masked.graph, device)
+            self.outlined[key] = replace(most, shorter=tuple(shorter))
         return self.outlined[key]
+
+    def _outlined(self, graph: fx.Graph, device: torch.device) -> Outlined:
+        return outline(graph if self.plan.training else with_shared_heads(graph, device))
 
 
 class Work:

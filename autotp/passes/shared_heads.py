@@ -1,0 +1,106 @@
+"""Heads that were repeated for an attention are shared by it instead: no copy is made of them.
+
+Keys and values of which several query heads share one are written out once a query head in a
+captured graph, which costs more than the attention itself where one word is new and many are past.
+Torch's attention takes them as they are (`enable_gqa`) and gives the same, bit by bit.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["with_shared_heads"]
+
+aten = torch.ops.aten
+ATTENTION = aten.scaled_dot_product_attention.default
+HEADS = 1  # the dim, of (batch, heads, length, size)
+_SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+_WIDEST = 256  # the largest head that the kernels without a mask take
+
+
+def with_shared_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """A copy of `graph` whose attentions share heads where they can; else `graph` itself.
+
+    Constraints:
+    - `graph` has no gradients.
+    - On a GPU a mask leaves no kernel but the slow one to heads that are shared: those with a mask
+      are left as they are.
+    """
+    found = [n for n in graph.find_nodes(op="call_function", target=ATTENTION) if _can(n, device)]
+    if not found:
+        return graph
+    copy, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    copy.output(copy.graph_copy(graph, new))
+    for node in found:
+        _share(new[node])
+    copy.lint()
+    return copy
+
+
+def _can(node: fx.Node, device: torch.device) -> bool:
+    """Whether keys and values of this attention are repeated, as often as there are query heads."""
+    query, key, value = node.all_input_nodes[:3] if len(node.args) >= 3 else (None, None, None)
+    if query is None or (query, key, value) != node.args[:3] or node.kwargs.get("enable_gqa"):
+        return False
+    assert key is not None
+    assert value is not None
+    sources = _repeated(key), _repeated(value)
+    if None in sources or len({_sizes(s)[HEADS] for s in sources if s is not None}) != 1:
+        return False
+    masked = (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is not None
+    sizes = [n.meta["val"].shape[-1] for n in (key, value)]
+    fits = sizes[0] == sizes[1] and sizes[0] <= _WIDEST
+    return device.type in ("cpu", "meta") or (not masked and fits)
+
+
+def _repeated(node: fx.Node) -> fx.Node | None:
+    """The tensor (batch, heads, length, size) whose heads `node` has several times, one after the
+    other; None if it is no such thing.
+    """
+    if node.target is aten.repeat_interleave.self_int and node.args[2:] == (HEADS,):
+        return _four(node.args[0])
+    wide = node.args[0] if node.target in _SHAPED else None
+    if not isinstance(wide, fx.Node) or wide.target is not aten.expand.default:
+        return None
+    tall: Any = wide.args[0]
+    if tall.target is not aten.unsqueeze.default or tall.args[1] not in (HEADS + 1, HEADS - 4):
+        return None
+    source = _four(tall.args[0])
+    if source is None or _is_other(source, wide, node):
+        return None
+    return source
+
+
+def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
+    """Whether the sizes are not those of heads repeated: batch, heads, copies, length, size."""
+    batch, heads, length, size = _sizes(source)
+    b, h, _, n, e = _sizes(wide)
+    shape = node.meta["val"].shape
+    copies = wide.meta["val"].shape[HEADS + 1]
+    known = type(shape[HEADS]) is int and type(copies) is int and heads.isdigit()
+    kept = (b, h, n, e) == (batch, heads, length, size) == (*_sizes(node)[:1], heads, n, e)
+    same = len(shape) == 4 and _sizes(node)[2:] == [length, size]
+    return not (known and kept and same and int(heads) * copies == shape[HEADS])
+
+
+def _four(source: Any) -> fx.Node | None:  # noqa: ANN401  fx arguments
+    return source if isinstance(source, fx.Node) and source.meta["val"].dim() == 4 else None
+
+
+def _sizes(node: fx.Node) -> list[str]:
+    """Sizes as text: symbols compare by form, and nothing is specialised."""
+    return [str(size) for size in node.meta["val"].shape]
+
+
+def _share(node: fx.Node) -> None:
+    """Gives the attention the heads as they are, and erases what repeated them."""
+    query, key, value, *others = node.args
+    idle = [key, value]
+    node.args = (query, _repeated(key), _repeated(value), *others)
+    node.kwargs = {**node.kwargs, "enable_gqa": True}
+    while idle:
+        repeated: Any = idle.pop()
+        if not repeated.users and repeated.op == "call_function":
+            idle += repeated.all_input_nodes
+            repeated.graph.erase_node(repeated)
