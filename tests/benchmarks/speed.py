@@ -29,6 +29,7 @@ from tests.benchmarks.megatron import cut_by_hand
 from tests.spmd.pool import pool_of
 
 Sizes = Mapping[str, int]
+Shape = tuple[int, int, int]  # batch, words of the prompt, new words
 WORLD = 2
 LARGE: Sizes = {
     "hidden_size": 1024,
@@ -108,17 +109,18 @@ def words(sizes: Sizes, batch: int, length: int) -> Tensor:
     return torch.randint(3, sizes["vocab_size"], (batch, length), generator=drawn)
 
 
-def tasks(ids: Tensor, new: int) -> dict[str, Callable[[Any], Tensor]]:
+def tasks(ids: Tensor, new: int, only: str = "") -> dict[str, Callable[[Any], Tensor]]:
     """What is measured, by name: each runs a model once."""
     asked = {"do_sample": False, "max_new_tokens": new, "min_new_tokens": new, "pad_token_id": 0}
-    return {
+    every: dict[str, Callable[[Any], Tensor]] = {
         "forward": lambda model: model(input_ids=ids, use_cache=False).logits,
-        f"generate {new}": lambda model: model.generate(ids, **asked),
+        "generate": lambda model: model.generate(ids, **asked),
     }
+    return {only: every[only]} if only else every
 
 
 @torch.no_grad()
-def measured(rank: int, world: int, sizes: Sizes, shape: tuple[int, int, int], rounds: int) -> Ran:
+def measured(rank: int, world: int, sizes: Sizes, shape: Shape, rounds: int, only: str = "") -> Ran:
     """What one rank of a group measures of both models."""
     batch, length, new = shape
     ids = words(sizes, batch, length)
@@ -126,7 +128,7 @@ def measured(rank: int, world: int, sizes: Sizes, shape: tuple[int, int, int], r
     sharded = autotp.parallelize(model, world, training=False, example_inputs={"input_ids": ids})
     models = dict(zip(SIDES, (sharded, cut_by_hand(model)), strict=True))
     ran = Ran()
-    for task, run in tasks(ids, new).items():
+    for task, run in tasks(ids, new, only).items():
         ran.results[task] = {side: run(models[side]) for side in SIDES}  # and graphs are captured
         ran.traffic[task] = {side: _traffic(run, models[side]) for side in SIDES}
         ran.seconds[task] = interleaved({s: lambda s=s: run(models[s]) for s in SIDES}, rounds)
@@ -172,9 +174,9 @@ def told(ranks: Sequence[Mapping[str, Sequence[float]]], names: Sequence[str] = 
     )
 
 
-def beside_hand(sizes: Sizes, shape: tuple[int, int, int], rounds: int) -> None:
+def beside_hand(sizes: Sizes, shape: Shape, rounds: int, only: str) -> None:
     """Prints the comparison of two ranks with the hand-written model."""
-    found: list[Ran] = pool_of(WORLD).run(measured, sizes, shape, rounds, timeout=3000)
+    found: list[Ran] = pool_of(WORLD).run(measured, sizes, shape, rounds, only, timeout=3000)
     for task in found[0].seconds:
         print(f"{task}: {told([ran.seconds[task] for ran in found])}")
         for side, traffic in found[0].traffic[task].items():
@@ -183,12 +185,12 @@ def beside_hand(sizes: Sizes, shape: tuple[int, int, int], rounds: int) -> None:
 
 
 @torch.no_grad()
-def alone(sizes: Sizes, shape: tuple[int, int, int], rounds: int) -> None:
+def alone(sizes: Sizes, shape: Shape, rounds: int, only: str) -> None:
     """Prints the comparison of a graph, nothing cut, with the modules that it was made of."""
     batch, length, new = shape
     ids = words(sizes, batch, length)
     models = (autotp.parallelize(whole(sizes), 1, training=False), whole(sizes))
-    for task, run in tasks(ids, new).items():
+    for task, run in tasks(ids, new, only).items():
         names = ("graph", "modules")
         sides = {n: (lambda m=m: run(m)) for n, m in zip(names, models, strict=True)}
         interleaved(sides, 1)  # and graphs are captured
@@ -204,6 +206,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=NEW)
+    parser.add_argument("--only", default="", choices=["", "forward", "generate"])
     parser.add_argument("--alone", action="store_true", help="one process, nothing cut")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -211,7 +214,7 @@ def main() -> None:
     if options.layers:
         sizes["num_hidden_layers"] = options.layers
     shape = (options.batch, options.prompt, options.new)
-    (alone if options.alone else beside_hand)(sizes, shape, options.rounds)
+    (alone if options.alone else beside_hand)(sizes, shape, options.rounds, options.only)
 
 
 if __name__ == "__main__":
