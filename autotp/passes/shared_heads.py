@@ -40,11 +40,10 @@ def with_shared_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
 def _can(node: fx.Node, device: torch.device) -> bool:
     """Whether keys and values of this attention are repeated, as often as there are query heads."""
-    query, key, value = node.all_input_nodes[:3] if len(node.args) >= 3 else (None, None, None)
-    if query is None or (query, key, value) != node.args[:3] or node.kwargs.get("enable_gqa"):
+    nodes = node.all_input_nodes[:3]
+    if tuple(nodes) != node.args[:3] or node.kwargs.get("enable_gqa"):
         return False
-    assert key is not None
-    assert value is not None
+    _, key, value = nodes
     sources = _repeated(key), _repeated(value)
     if None in sources or len({_sizes(s)[HEADS] for s in sources if s is not None}) != 1:
         return False
@@ -95,12 +94,11 @@ def _sizes(node: fx.Node) -> list[str]:
 
 def _share(node: fx.Node) -> None:
     """Gives the attention the heads as they are, and erases what repeated them."""
-    query, key, value, *others = node.args
-    idle = [key, value]
-    node.args = (query, _repeated(key), _repeated(value), *others)
+    query, *idle = node.all_input_nodes[:3]
+    node.args = (query, *map(_repeated, idle), *node.args[3:])
     node.kwargs = {**node.kwargs, "enable_gqa": True}
     while idle:
-        repeated: Any = idle.pop()
+        repeated = idle.pop()
         if not repeated.users and repeated.op == "call_function":
             idle += repeated.all_input_nodes
             repeated.graph.erase_node(repeated)

@@ -1,4 +1,4 @@
-"""Ops called through Python's own bindings: `torch.mul(x, y)` for `torch.ops.aten.mul.Tensor(x, y)`.
+"""Ops called through Python's bindings: `torch.mul(x, y)` for `torch.ops.aten.mul.Tensor(x, y)`.
 
 The op is the same, and the way to it half as long, which is what a small model's time goes into.
 That it is the same is shown, not taken from a table: both calls are made once on tensors without
@@ -20,7 +20,8 @@ __all__ = ["bind", "sample"]
 Call: TypeAlias = Callable[..., Any]
 Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 
-_PLACES: tuple[Any, ...] = (torch, torch._C._nn, torch.Tensor)  # pyright: ignore[reportPrivateUsage]
+# private: where torch keeps the bindings of what torch.nn.functional calls
+_PLACES: tuple[Any, ...] = (torch, getattr(torch._C, "_nn"), torch.Tensor)  # noqa: B009  # pyright: ignore[reportPrivateUsage]
 _NAMES = {"sym_size": "size"}
 _FOUND: dict[object, Call] = {}
 
@@ -37,8 +38,9 @@ def bind(graph: fx.Graph) -> None:
 
 def _may_differ(target: object) -> bool:
     """Whether `target` is an op of torch that writes nothing, so that it can be tried."""
-    aten = isinstance(target, OpOverload) and target.namespace == "aten"
-    return aten and not target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return False
+    return not target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
 def _bound(node: fx.Node) -> Call:

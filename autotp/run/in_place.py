@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from autotp.run.bindings import sample
 
@@ -42,7 +43,7 @@ def _is_fresh(node: fx.Node) -> bool:
         return False
     with torch.no_grad():
         result = op(*given[0], **given[1])
-    operands = [x for x in (*given[0], *given[1].values()) if isinstance(x, Tensor)]
+    operands = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
     return isinstance(result, Tensor) and not any(_same_memory(result, x) for x in operands)
 
 

@@ -20,8 +20,8 @@ ROW = ("o_proj", "down_proj")
 class _Summed(nn.Linear):
     """A linear layer cut along its inputs: partial sums are added up in place."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        y = functional.linear(input, self.weight)
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.linear(x, self.weight)
         dist.all_reduce(y)
         return y
 
@@ -29,15 +29,15 @@ class _Summed(nn.Linear):
 class _Gathered(nn.Linear):
     """A linear layer cut along its outputs, which are put together."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _whole(functional.linear(input, self.weight))
+    def forward(self, x: Tensor) -> Tensor:
+        return _whole(functional.linear(x, self.weight))
 
 
 class _GatheredTable(nn.Embedding):
     """A table of embeddings cut along hidden, which is put together."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        return _whole(functional.embedding(input, self.weight))
+    def forward(self, x: Tensor) -> Tensor:
+        return _whole(functional.embedding(x, self.weight))
 
 
 def _whole(x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def cut_by_hand(model: nn.Module) -> nn.Module:
-    """This rank's part of `model`, a LlamaForCausalLM, which is changed: for inference only."""
+    """The `model`, a LlamaForCausalLM, with this rank's part of its weights: for inference."""
     for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
         if name in COLUMN:

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,7 +132,7 @@ def measured(rank: int, world: int, sizes: Sizes, shape: Shape, rounds: int, onl
     for task, run in tasks(ids, new, only).items():
         ran.results[task] = {side: run(models[side]) for side in SIDES}  # and graphs are captured
         ran.traffic[task] = {side: _traffic(run, models[side]) for side in SIDES}
-        ran.seconds[task] = interleaved({s: lambda s=s: run(models[s]) for s in SIDES}, rounds)
+        ran.seconds[task] = interleaved({s: partial(run, models[s]) for s in SIDES}, rounds)
     return ran
 
 
@@ -192,7 +193,7 @@ def alone(sizes: Sizes, shape: Shape, rounds: int, only: str) -> None:
     models = (autotp.parallelize(whole(sizes), 1, training=False), whole(sizes))
     for task, run in tasks(ids, new, only).items():
         names = ("graph", "modules")
-        sides = {n: (lambda m=m: run(m)) for n, m in zip(names, models, strict=True)}
+        sides = {n: partial(run, m) for n, m in zip(names, models, strict=True)}
         interleaved(sides, 1)  # and graphs are captured
         print(f"{task}: {told([interleaved(sides, rounds)], names)}", flush=True)
 
