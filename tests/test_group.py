@@ -4,16 +4,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.errors import PlanError
+from autotp.errors import GroupError, PlanError
 from autotp.run.accord import agree
 from autotp.run.conjugates import LIBRARY
-from autotp.run.group import Group, exists, rank_of, resolve, size_of
+from autotp.run.group import Group, exists, rank_of, resolve, size_of, timeout_of
 
 CPU = torch.device("cpu")
 TORCHRUN = r"torchrun --nproc-per-node {} your_script\.py"
@@ -56,6 +57,35 @@ def test_an_imagined_rank_is_below_tp(rank: int) -> None:
 def test_an_imagined_rank_needs_tp() -> None:
     with pytest.raises(PlanError, match="rank is 1, but there is no group to take tp from"):
         resolve(None, rank=1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, True, "5", float("nan"), timedelta(0)])
+def test_a_timeout_is_a_time_to_wait(timeout: object) -> None:
+    with pytest.raises(PlanError, match="timeout is .*; it must be a number of seconds above 0"):
+        resolve(1, timeout=timeout)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("timeout", [7, timedelta(seconds=7)])
+def test_the_timeout_is_the_groups_from_then_on(
+    world: dist.ProcessGroup, timeout: float | timedelta
+) -> None:
+    before = timeout_of(world.group_name)
+    resolve(1, group=world)
+
+    assert before == timeout_of(world.group_name) != timedelta(seconds=7)
+    assert timedelta(seconds=7) == timeout_of(resolve(1, group=world, timeout=timeout).name)
+
+
+def test_ranks_that_never_come_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    start = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in start.items():
+        monkeypatch.setenv(name, str(value))
+
+    with pytest.raises(GroupError, match=rf"rank 0 of 2 did not meet all .* 127.0.0.1:{port}"):
+        resolve(2, timeout=1)
 
 
 @pytest.mark.parametrize("op", ["copy", "reduce", "keep_first"])

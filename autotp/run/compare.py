@@ -73,7 +73,7 @@ class Comparison:
         )
         places = unlike.any(1).nonzero().view(-1)
         first = int(places[0])
-        at = [int(k) for k in torch.unravel_index(places[0], leaf.shape)]
+        at = [int(k) for k in torch.unravel_index(places[0], leaf.shape)] if leaf.dim() else []
         return (
             f": {len(places)} of {len(one)} elements differ, the first at {at}: "
             f"{one[first].item()} and {other[first].item()}"

@@ -128,7 +128,8 @@ def size_of(name: str) -> int:
 
 def timeout_of(name: str) -> timedelta | None:
     """How long the group called `name` waits for a rank; None where torch does not tell."""
-    return getattr(_backend(name).options, "_timeout", None)
+    known = (getattr(backend, "options", None) for backend in _backends(name))
+    return next((options._timeout for options in known if options is not None), None)
 
 
 def among(name: str, peers: Peers) -> str:
@@ -186,14 +187,15 @@ def _limit(timeout: object) -> timedelta | None:
 def _limited(group: Group, limit: timedelta | None) -> Group:
     """The group, which from now on gives up on a rank after `limit`."""
     if limit is not None:
-        _backend(group.name)._set_default_timeout(limit)
+        for backend in _backends(group.name):
+            backend._set_default_timeout(limit)
     return group
 
 
-def _backend(name: str) -> Any:  # noqa: ANN401  typed differently in each version
-    """What carries the collectives of the group called `name`."""
-    group: Any = _lookup(name)
-    return group._get_backend(group._device_types[0])
+def _backends(name: str) -> list[Any]:
+    """What carries the collectives of the group called `name`, by device."""
+    group: Any = _lookup(name)  # Any: private to torch, and typed differently in each version
+    return [group._get_backend(device) for device in group._device_types]
 
 
 def _check_exclusive(**given: object) -> None:

@@ -9,7 +9,7 @@ import linecache
 import re
 import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -110,7 +110,8 @@ def _fate(error: Exception, timeout: timedelta | None) -> tuple[str, str]:
 def _leave_note(group: dist.ProcessGroup, text: str) -> None:
     store = _store()
     if store is not None:
-        store.set(_key(group, group.rank()), f"{time.time()} {text}")
+        with suppress(dist.DistError, RuntimeError):  # the store went with the rank that had it
+            store.set(_key(group, group.rank()), f"{time.time()} {text}")
 
 
 def _notes(group: dist.ProcessGroup, others: list[int]) -> str:
