@@ -93,7 +93,11 @@ def makers(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         both.permute(2, 0, 1)[1:3, :, ::2].contiguous(),
         both.unsqueeze(1),
         x["a"].t(),
-        both.reshape(2, 2, 2, 3, 4).transpose(1, 2).reshape(2, 12, 4),  # no rule: run whole
+        both.reshape(2, 2, 2, 3, 4).transpose(1, 2).reshape(2, 12, 4),
+        (both.reshape(-1, 2, 3, 4, 2, 2) * x["d"][:3, :2][:, None, :, None]).reshape(2, 12, 4),
+        (both.to(torch.float64) - x["c"][0]).view(8, 12),  # dims that no group of dims makes
+        both.view(3, 32).exp2() * x["b"][0, 0],
+        both.flip(1),  # no rule: run whole
     ]
 
 
@@ -115,6 +119,21 @@ def test_a_box_of_what_is_made_needs_boxes_of_its_parts(data: st.DataObject) -> 
         recipes.forget()
 
         assert torch.equal(expected[tuple(slice(*span) for span in box)], found)
+
+
+@pytest.mark.parametrize("how", ["writes", "takes a table"])
+def test_what_cannot_be_read_back_is_told(how: str) -> None:
+    recipes = Recipes()
+    leaf = recipes.leaf("a", (6, 4), torch.float32)
+    outer = torch.empty(6, 4, device="meta")  # it has values, which the recipe does not know
+    with recipes, torch.no_grad():
+        assert "" == recipes.untraced
+        if how == "writes":
+            torch.empty(6, 4, device="meta").copy_(leaf)
+        else:
+            leaf * outer
+
+    assert "aten" in recipes.untraced
 
 
 def test_only_the_experts_asked_for_are_read() -> None:

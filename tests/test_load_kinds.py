@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import BertForSequenceClassification, BertModel, LlamaForCausalLM, LlamaModel
 
 import autotp
@@ -49,7 +50,7 @@ def read(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_are_read_as_transformers_reads_them(kind: str, tmp_path: Path) -> None:
-    whole: Any = build(kind, "causal-lm")
+    whole: Any = build(kind, "causal-lm")[0]
     whole.save_pretrained(tmp_path)
     expected = type(whole).from_pretrained(tmp_path).state_dict()
     found = read(tmp_path)
@@ -83,10 +84,11 @@ def test_a_model_with_a_head_is_read_from_its_base(tmp_path: Path) -> None:
     base: Any = model("tied").model
     base.save_pretrained(tmp_path)
     configured(tmp_path, architectures=["LlamaForCausalLM"])
-    expected: Any = LlamaForCausalLM.from_pretrained(tmp_path)
-    found: Any = autotp.from_pretrained(tmp_path, 1)
+    expected = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
+    found = read(tmp_path)
 
-    assert torch.equal(expected(input_ids=IDS).logits, found(input_ids=IDS).logits)
+    assert {"lm_head.weight"} == expected.keys() - found.keys()
+    assert all(torch.equal(expected[name], tensor) for name, tensor in found.items())
 
     configured(tmp_path, tie_word_embeddings=False)
     with pytest.raises(WeightsError, match=r"tensor lm_head\.weight is missing"):
@@ -109,7 +111,7 @@ def test_what_transformers_leaves_unread_is_no_fault(tmp_path: Path) -> None:
 
     assert not old.keys() & read(tmp_path).keys()
 
-    whole: Any = build("deepseek_v3", "causal-lm")
+    whole: Any = build("deepseek_v3", "causal-lm")[0]
     whole.save_pretrained(tmp_path / "ignoring")
     path = tmp_path / "ignoring" / "model.safetensors"
     edited(path, lambda t: t.update({"model.layers.61.eh_proj.weight": torch.ones(4)}))
@@ -199,7 +201,8 @@ def test_a_name_of_the_hub_is_told_to_be_downloaded() -> None:
 
 
 def test_what_a_trainer_asks_of_one_rank_is_refused(tmp_path: Path) -> None:
-    sharded = autotp.parallelize(model("llama"), 1, training=False)
+    inputs = {"input": torch.ones(2, 8)}
+    sharded = autotp.parallelize(nn.Linear(8, 8), 1, example_inputs=inputs, training=False)
     with pytest.raises(PlanError, match="called with state_dict, is_main_process.*on every rank"):
         sharded.save_pretrained(tmp_path, state_dict={}, is_main_process=True)
     assert [] == list(tmp_path.iterdir())

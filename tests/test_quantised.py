@@ -10,13 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import Mxfp4Config
 
 import autotp
 from autotp import offline
+from autotp.checkpoint.hollow import hollow
 from autotp.checkpoint.quantised import quantiser_of
+from autotp.checkpoint.reading import read_local
+from autotp.core.split import Split
 from autotp.errors import WeightsError
-from tests.checkpoints import IDS, model, saved
+from autotp.loading import opened, prepared
+from tests.checkpoints import model, saved
 from tests.multimodal import llava
+from tests.zoo import build
 
 Block = tuple[int, int] | None
 """Rows and columns that share a scale; None: all."""
@@ -54,31 +60,41 @@ def in_layers(name: str) -> bool:
     return ".layers." in name and name.endswith(".weight") and not kept
 
 
-CASES = [
-    ("llama", (8, 8)),  # blocks, as most are published
-    ("llama", None),  # one scale a tensor
-    ("phi3", (1, 32)),  # one scale a row, beside a fused QKV and a fused MLP
-    ("mixtral", (8, 16)),  # experts one by one, each with scales of its own
-]
+def read(directory: Path) -> dict[str, Tensor]:
+    """What is read for each key of the model in `directory`, whole and plain."""
+    checkpoint, quantiser = opened(directory, dequantize=True)
+    with checkpoint:
+        found: dict[str, Tensor] = {}
+        for name, stored in prepared(hollow(directory), checkpoint, quantiser=quantiser).items():
+            found[name] = torch.empty(stored.shape, dtype=stored.dtype)
+            read_local(found[name], stored, None, 0)
+    return found
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]} {case[1]}")
-def both(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """A quantised checkpoint, and one of what it stands for."""
-    kind, block = request.param
-    folder = tmp_path_factory.mktemp("quantised")
-    saved(kind, folder / "codes")
-    quantised(folder / "codes", folder / "plain", block, in_layers)
-    return folder / "codes", folder / "plain"
+@pytest.mark.parametrize(
+    ("kind", "block"),
+    [
+        ("llama", (8, 8)),  # blocks, as most are published
+        ("llama", None),  # one scale a tensor
+        ("phi3", (1, 32)),  # one scale a row, beside a fused QKV and a fused MLP
+        ("mixtral", (8, 16)),  # experts one by one, each with scales of its own
+    ],
+)
+def test_codes_become_what_they_stand_for(kind: str, block: Block, tmp_path: Path) -> None:
+    whole: Any = saved(kind, tmp_path / "codes")
+    quantised(tmp_path / "codes", tmp_path / "plain", block, in_layers)
+    expected = type(whole).from_pretrained(tmp_path / "plain").state_dict()
+    found = read(tmp_path / "codes")
+
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_codes_and_scales_are_cut_together(
-    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each rank's slices are those of the plain checkpoint, and it reads its own codes alone."""
-    codes, plain = both
+def test_codes_and_scales_are_cut_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank holds its slices of the plain weights, and reads its own codes alone."""
+    saved("phi3", codes := tmp_path / "codes")
+    quantised(codes, tmp_path / "plain", (1, 32), in_layers)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
     read = 0
     preadv = os.preadv
 
@@ -87,30 +103,53 @@ def test_codes_and_scales_are_cut_together(
         read += (got := preadv(*arguments))
         return got
 
-    expected = [autotp.from_pretrained(plain, 2, rank=rank) for rank in range(2)]
     monkeypatch.setattr("os.preadv", counted)
-    found = [autotp.from_pretrained(codes, 2, rank=rank, dequantize=True) for rank in range(2)]
+    for rank in range(2):
+        part = autotp.from_pretrained(codes, 2, rank=rank, dequantize=True)
+        for name, record in part.plan.parameters.items():
+            pieces = [plain[name]]
+            if record.dim is not None:
+                ranges = Split.decode(record.split).ranges(rank, 2)
+                pieces = [plain[name].narrow(record.dim, a, b - a) for a, b in ranges]
+            whole = torch.cat(pieces, record.dim or 0)
+            assert torch.equal(whole, part.get_parameter(name)), name
+    assert part.plan.parameters["model.layers.0.self_attn.qkv_proj.weight"].dim == 0
+    assert read < 1.1 * (codes / "model.safetensors").stat().st_size
 
-    for ours, theirs in zip(expected, found, strict=True):
-        same = {name: torch.equal(p, theirs.get_parameter(name)) for name, p in
-                ours.named_parameters()}  # fmt: skip
-        assert dict.fromkeys(same, True) == same
-    assert read < 1.35 * (codes / "model.safetensors").stat().st_size  # norms and scales twice
+
+def test_codes_of_four_bits_are_made_plain_whole(tmp_path: Path) -> None:
+    """Their converter fills a table, so it is run as it is, one parameter at a time."""
+    whole: Any = build("gpt_oss", "causal-lm")[0]
+    whole.save_pretrained(tmp_path)
+    tensors, generator = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        for key, shape, span in (("blocks", (columns // 32, 16), (0, 256)),
+                                 ("scales", (columns // 32,), (120, 130))):  # fmt: skip
+            drawn = torch.randint(*span, (experts, rows, *shape), generator=generator)
+            tensors[f"{name}_{key}"] = drawn.to(torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    undone = Mxfp4Config(dequantize=True)
+    expected = type(whole).from_pretrained(tmp_path, quantization_config=undone).state_dict()
+    found = read(tmp_path)
+
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_what_was_quantised_is_computed_and_saved_plainly(
-    both: tuple[Path, Path], tmp_path: Path
-) -> None:
-    codes, plain = both
-    ours = autotp.from_pretrained(codes, 1, dequantize=True)
-    theirs: Any = autotp.from_pretrained(plain, 1)
-    ours.save_pretrained(tmp_path)
+def test_what_was_quantised_is_saved_plainly(tmp_path: Path) -> None:
+    codes, plain, again = (tmp_path / name for name in ("codes", "plain", "again"))
+    saved("mixtral", codes)
+    quantised(codes, plain, (8, 16), in_layers)
+    autotp.from_pretrained(codes, 1, dequantize=True).save_pretrained(again)
+    expected, found = (load_file(d / "model.safetensors") for d in (plain, again))
 
-    assert torch.equal(theirs(input_ids=IDS).logits, ours(input_ids=IDS).logits)
-    assert load_file(plain / "model.safetensors").keys() == (
-        load_file(tmp_path / "model.safetensors").keys()
-    )
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert "quantization_config" not in json.loads((again / "config.json").read_text())
 
 
 def test_cut_offline_it_is_plain(tmp_path: Path) -> None:
@@ -137,11 +176,11 @@ def test_a_model_of_several_is_quantised_in_one_of_its_parts(tmp_path: Path) -> 
     (codes / "config.json").write_text(json.dumps(fields))
     with pytest.raises(WeightsError, match=r"is quantised \(fp8\).*Pass dequantize=True"):
         autotp.from_pretrained(codes, 2, rank=0)
-    for rank in range(2):
-        ours = autotp.from_pretrained(plain, 2, rank=rank)
-        theirs = autotp.from_pretrained(codes, 2, rank=rank, dequantize=True)
-        for name, parameter in ours.named_parameters():
-            assert torch.equal(parameter, theirs.get_parameter(name)), name
+    whole: Any = type(made).from_pretrained(plain)
+    expected, found = whole.state_dict(), read(codes)
+
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

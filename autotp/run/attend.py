@@ -12,6 +12,7 @@ import torch
 
 from autotp.cache import stated
 from autotp.run.compare import Comparison
+from autotp.run.heap import give_back
 from autotp.run.lost import failed, place_of
 from autotp.run.variant import key_of
 
@@ -38,10 +39,14 @@ def attended(forward: Forward) -> Forward:
         try:
             if model.sharded_state.compare is not None:
                 _compare(model, model.sharded_state.compare, args, kwargs)
-            return forward(model, *args, **kwargs)
+            result = forward(model, *args, **kwargs)
         except Exception as error:
             _tell(error, model, time.monotonic() - began)
             raise
+        if model.sharded_state.fresh:
+            model.sharded_state.fresh = False
+            give_back()  # what a graph's first run, and its capture, leave
+        return result
 
     return call
 

@@ -76,6 +76,7 @@ class State:
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
     - `granted`: what `Variant.granted` said of the call that is being compiled.
     - `modules`, `flags`: all modules, and which of them trained when `mode` was noted.
+    - `fresh`: graphs were added since the last call.
     - `group`: the name of the rank's group; `compare`: in debug mode, what compares its calls.
     """
 
@@ -87,6 +88,7 @@ class State:
     store: Store | None = None
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
     imagined: bool = False
+    fresh: bool = False
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
     granted: int = 0
@@ -355,6 +357,7 @@ def add_variant(
     ran = replace(program, graph=fx.Graph())
     variant = Variant.of(key, ran, outlined, plan, running(model, outlined), shorter)
     model.sharded_state.variants.setdefault(key, []).append(variant)
+    model.sharded_state.fresh = True
 
 
 def _store(model: ShardedModel, method: str) -> Store:

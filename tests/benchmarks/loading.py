@@ -1,6 +1,8 @@
 """What loading costs a rank in memory, and all ranks in bytes read: a checkpoint made for it.
 
     python tests/benchmarks/loading.py --tp 2 4
+    python tests/benchmarks/loading.py --tp 4 --batch 2 --no-mask    # a graph more is captured
+    python tests/benchmarks/loading.py --tp 4 --new-tokens 8         # two graphs more
 
 A random model of 620 MiB is written to a temporary directory, then loaded by processes over gloo.
 Each first warms up: classes imported, one tiny model loaded from disk and called. From there on
@@ -65,18 +67,24 @@ def bytes_read() -> int:
     return int(next(row.split()[1] for row in rows if row.startswith("rchar")))
 
 
-def rank_figures(directory: Path, warm: Path, tp: int) -> dict[str, Any]:
-    """What one rank measured of itself."""
+def rank_figures(
+    directory: Path, warm: Path, tp: int, *, batch: int = 1, mask: bool = True, words: int = 0
+) -> dict[str, Any]:
+    """What one rank measured of itself, after a forward, and generating `words` words."""
     torch.set_num_threads(1)
-    ids = torch.arange(16).view(1, 16)
+    ids = torch.arange(16 * batch).view(batch, 16)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     autotp.from_pretrained(warm, tp)(**inputs)
+    if not mask:
+        del inputs["attention_mask"]
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     start, read, began = resident(), bytes_read(), time.monotonic()
     model = autotp.from_pretrained(directory, tp)
     read, took = bytes_read() - read, time.monotonic() - began
     logits = model(**inputs).logits
+    if words:
+        model.generate(**inputs, max_new_tokens=words, do_sample=False, pad_token_id=0)
     end = resident()
     shards = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
@@ -89,14 +97,16 @@ def rank_figures(directory: Path, warm: Path, tp: int) -> dict[str, Any]:
     }
 
 
-def figures(directory: Path, warm: Path, tp: int, timeout: float = 500) -> list[dict[str, Any]]:
+def figures(
+    directory: Path, warm: Path, tp: int, *more: str, timeout: float = 500
+) -> list[dict[str, Any]]:
     """What each of `tp` ranks measured, each in a process of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    arguments = ["--directory", str(directory), "--warm", str(warm), "--tp", str(tp), "--figures"]
+    arguments = ["--directory", str(directory), "--warm", str(warm), "--tp", str(tp), *more]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as found:
         done = subprocess.run(
-            [*command, str(tp), str(Path(__file__).resolve()), *arguments, found],
+            [*command, str(tp), str(Path(__file__).resolve()), *arguments, "--figures", found],
             capture_output=True,
             text=True,
             check=False,
@@ -129,12 +139,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tp", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--no-mask", action="store_true")
+    parser.add_argument("--new-tokens", type=int, default=0)
     parser.add_argument("--directory", type=Path)
     parser.add_argument("--warm", type=Path)
     parser.add_argument("--figures", type=Path)
     options = parser.parse_args()
     if options.directory:
-        row = rank_figures(options.directory, options.warm, options.tp[0])
+        row = rank_figures(
+            options.directory,
+            options.warm,
+            options.tp[0],
+            batch=options.batch,
+            mask=not options.no_mask,
+            words=options.new_tokens,
+        )
         (options.figures / f"{row['rank']}.json").write_text(json.dumps(row))
         return
     with tempfile.TemporaryDirectory(prefix="autotp-loading-") as folder:
@@ -142,8 +162,10 @@ def main() -> None:
         size = write(large, LARGE, getattr(torch, options.dtype))
         write(warm, TINY, getattr(torch, options.dtype))
         print(f"the file has {size / MB:.1f} MiB")
+        more = ["--batch", str(options.batch), "--new-tokens", str(options.new_tokens)]
+        more += ["--no-mask"] if options.no_mask else []
         for tp in options.tp:
-            print(table(figures(large, warm, tp), size), flush=True)
+            print(table(figures(large, warm, tp, *more, timeout=1500), size), flush=True)
 
 
 if __name__ == "__main__":
