@@ -96,7 +96,7 @@ def makers(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         both.reshape(2, 2, 2, 3, 4).transpose(1, 2).reshape(2, 12, 4),
         (both.reshape(-1, 2, 3, 4, 2, 2) * x["d"][:3, :2][:, None, :, None]).reshape(2, 12, 4),
         (both.to(torch.float64) - x["c"][0]).view(8, 12),  # dims that no group of dims makes
-        both.view(3, 32).exp2() * x["b"][0, 0],
+        both.view(3, 32).abs() * x["b"][0, 0],
         both.flip(1),  # no rule: run whole
     ]
 
