@@ -32,6 +32,7 @@ from autotp.passes.account_phases import with_phases
 from autotp.passes.analyse import analyse
 from autotp.passes.capture import capture
 from autotp.passes.capture_inputs import example_inputs
+from autotp.passes.capture_length import made_up
 from autotp.passes.check import check
 from autotp.passes.clean import retarget
 from autotp.passes.match import match
@@ -117,22 +118,27 @@ class Work:
         self.longest: Pricing | None = None
         self.model, self.options = model, options
         self.training = model.training if options.training is None else options.training
+        self.whole = whole_of(model)
+        check_sums(self.whole.parameters, options.reduce())
         given = inputs if inputs is not None else options.example_inputs
         if given is None:
-            given = example_inputs(model, self.training)
+            given, self.program = made_up(model, self.training, self._captured)
+        else:
+            self.program = self._captured(given)
         self.inputs = Signature.of(model).spelled(stated(given))
         self.rules = rulebook.load()
         machine = options.machine
         self.machine = (
             machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
         )
-        self.whole = whole_of(model)
-        check_sums(self.whole.parameters, options.reduce())
-        self.program = _captured(model, self.inputs, gradients=self.training)
         names, strict, grad = list(self.whole.parameters), options.strict, self.training
         self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
         self.matching = match(self.analysis, self.rules)
         self.pricing = Pricing(self.program, tensor_leaves(self.inputs), options.reduce())
+
+    def _captured(self, given: Mapping[str, Any]) -> Program:
+        inputs = Signature.of(self.model).spelled(stated(given))
+        return _captured(self.model, inputs, gradients=self.training)
 
     @staticmethod
     def of(model: nn.Module, options: Options) -> "Work":

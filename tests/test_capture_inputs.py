@@ -7,8 +7,11 @@ import torch
 import transformers
 from torch import nn
 
+from autotp.cache import flat, learn_dims
 from autotp.errors import CaptureError, PlanError
+from autotp.passes.capture import capture
 from autotp.passes.capture_inputs import accepted, data_axes, example_inputs, positions, traced_at
+from autotp.passes.capture_length import made_up
 from tests import models
 
 ALL = frozenset({"batch", "sequence", "decoder"})
@@ -119,6 +122,8 @@ AXES = [
         {"ids": (0, 1), "labels": (0,), "rows": (0,)},
     ),
     ({"pair": (ids(2, 12), torch.ones(()))}, {"pair.0": (0, 1), "pair.1": ()}),
+    ({"ids": ids(2, 12), "grid": ids(4, 2, 12)}, {"ids": (0, 1), "grid": (1, 2)}),
+    ({"ids": ids(2, 12), "logits_to_keep": ids(3)}, {"ids": (0, 1), "logits_to_keep": (0,)}),
 ]
 
 
@@ -127,6 +132,65 @@ def test_dims_of_the_data(inputs: dict[str, Any], dims: dict[str, tuple[int, ...
     found = data_axes(nn.Identity(), inputs)
 
     assert dims == {n: tuple(axes) for n, axes in found.items()}
+
+
+class Kept:
+    """A cache: of `past` words, and of `read` words of an encoder."""
+
+    def __init__(self, past: int, read: int) -> None:
+        self.own, self.cross = torch.ones(2, 4, past, 8), torch.ones(2, 4, read, 8)
+
+    def update(self) -> None: ...
+
+
+def test_beside_a_cache_lengths_are_those_of_its_words() -> None:
+    state = flat(Kept(5, 9))
+    learn_dims(state.spec, [{0: "batch", 2: "past"}] * 2)
+    inputs = {
+        "attention_mask": ids(2, 9),
+        "decoder_input_ids": ids(2, 1),
+        "decoder_attention_mask": ids(2, 6),
+        "grid": ids(2, 3),
+        "cache": state,
+    }
+
+    assert {
+        "attention_mask": {0: ("batch", 2), 1: ("past", 9)},
+        "decoder_input_ids": {0: ("batch", 2), 1: ("decoder", 1)},
+        "decoder_attention_mask": {0: ("batch", 2), 1: ("past", 6)},
+        "grid": {0: ("batch", 2)},
+        "cache.0": {0: ("batch", 2), 2: ("past", 5)},
+        "cache.1": {0: ("batch", 2), 2: ("past", 9)},
+    } == data_axes(nn.Identity(), inputs)
+
+
+class Reader(nn.Module):
+    """Reads words, one by one or all at once."""
+
+    def __init__(self, *, one_by_one: bool) -> None:
+        super().__init__()
+        self.config = transformers.LlamaConfig(vocab_size=16, max_position_embeddings=64)
+        self.table, self.one_by_one = nn.Embedding(16, 4), one_by_one
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(input_ids)
+        if not self.one_by_one:
+            return x.cumsum(1)
+        state = x.new_zeros(x.shape[0], 4)
+        for i in range(int(x.shape[1])):
+            state = (state + x[:, i]).tanh()
+        return state
+
+
+@pytest.mark.parametrize(("one_by_one", "length"), [(True, 8), (False, 64)])
+def test_made_up_words_are_few_where_each_is_a_step_of_the_graph(
+    one_by_one: bool, length: int
+) -> None:
+    model = Reader(one_by_one=one_by_one).eval()
+    given, program = made_up(model, training=False, captured=lambda inputs: capture(model, inputs))
+
+    assert (1, length) == given["input_ids"].shape
+    assert program.dynamic is not one_by_one
 
 
 TRACED = [

@@ -628,3 +628,25 @@ def test_the_plan_says_which_ranks_share_what() -> None:
     plan = autotp.plan(model, 4, example_inputs=inputs, training=True)
 
     assert "tp is ranks 0 to 3; tp/2:1 is 0+1, 2+3" in " ".join(str(plan).split())
+
+
+class Block(nn.Module):
+    """C081: a residual of two linear layers, its sum normalised at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 128), nn.Linear(128, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+
+@pytest.mark.parametrize("shape", [(10, HIDDEN), (2, 5, HIDDEN), (2, 2, 5, HIDDEN)])
+def test_a_sum_before_a_norm_takes_rows_of_any_rank(shape: tuple[int, ...]) -> None:
+    plan = proven(Block(), vectors(*shape), 2)
+
+    assert ["all_reduce"] == [c.kind for c in plan.collectives if c.phase == "forward"]
+    assert {"up.weight": 0, "down.weight": 1} == {
+        name: plan.parameters[name].dim for name in ("up.weight", "down.weight")
+    }

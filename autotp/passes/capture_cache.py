@@ -124,7 +124,11 @@ def _batches(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
 
 def _free(shape: torch.Size, batches: Sequence[Any]) -> Mapping[int, str]:
     free = {d: s for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
-    return {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
+    found = {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
+    # where this call fixed the batch, another may not
+    return (
+        {0: "batch"} | found if shape and type(shape[0]) is int and shape[0] in batches else found
+    )
 
 
 def _is_one_of(size: torch.SymInt, batches: Sequence[Any]) -> bool:

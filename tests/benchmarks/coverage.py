@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 
-from autotp import pipeline, rulebook
+from autotp import rulebook
+from autotp import work as pipeline
 from autotp.core.evidence import Evidence
 from autotp.core.plan import Plan
 from autotp.core.trace import Trace

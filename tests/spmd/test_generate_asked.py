@@ -10,6 +10,8 @@ from transformers import LogitsProcessorList, StaticCache, StoppingCriteriaList
 
 import autotp
 from autotp.errors import AutotpError
+from tests import multimodal
+from tests.attended import OPAQUE
 from tests.spmd.beside import TOLERANCE
 from tests.spmd.pool import Pool
 from tests.spmd.test_generate import NEW, padded, prompt, whole
@@ -152,3 +154,51 @@ def test_ranks_with_seeds_of_their_own_draw_what_rank_0_would(pool: Pools) -> No
     expected = model.generate(prompt(2, 7), **{**PLAIN, "do_sample": True}).tolist(), drawn()
 
     assert [expected, expected] == pool(2).run(told_draws)
+
+
+def opaque() -> Any:
+    """C082: attention is a custom op, which knows of nothing but plain tensors."""
+    model: Any = whole("llama", SIZES)
+    model.set_attn_implementation(OPAQUE)
+    return model
+
+
+def told_opaque(rank: int, world: int) -> tuple[list[list[int]], str | None]:
+    model: Any = autotp.parallelize(opaque(), example_inputs={"input_ids": prompt(2, 7)})
+    layout = model.plan.parameters["model.layers.0.self_attn.q_proj.weight"].layout
+    return model.generate(**padded(), **PLAIN).tolist(), layout
+
+
+def test_an_opaque_attention_has_a_cache_of_its_heads(pool: Pools) -> None:
+    expected = opaque().generate(**padded(), **PLAIN).tolist()
+
+    assert expected == whole_words()
+    assert [(expected, "column")] * 2 == pool(2).run(told_opaque)
+
+
+def whole_words() -> list[list[int]]:
+    model: Any = whole("llama", SIZES)
+    return model.generate(**padded(), **PLAIN).tolist()
+
+
+def heard() -> tuple[Any, dict[str, Tensor]]:
+    """A model of sound, and sounds."""
+    model, inputs = multimodal.build("whisper")
+    return model, {"input_features": inputs["input_features"]}
+
+
+def told_heard(rank: int, world: int) -> tuple[list[list[int]], int]:
+    model, inputs = heard()
+    words = torch.full((2, 1), 1)
+    sharded: Any = autotp.parallelize(
+        model, example_inputs={**inputs, "decoder_input_ids": words, "use_cache": False}
+    )
+    return sharded.generate(**inputs, **PLAIN).tolist(), len(sharded.plans)
+
+
+def test_sound_is_written_down_with_one_graph_for_all_words(pool: Pools) -> None:
+    model, inputs = heard()
+    expected = model.generate(**inputs, **PLAIN).tolist()
+
+    # the forward planned for, the prompt, a further word; the encoder has a plan of its own
+    assert [(expected, 3)] * 2 == pool(2).run(told_heard)
