@@ -83,7 +83,7 @@ def _free_sizes(variant: Variant, leaves: Mapping[str, Any]) -> None:
     """Tells a compiler which sizes will change, which it would learn by compiling twice."""
     for name in variant.program.inputs:
         for dim in variant.program.data_dims[name]:
-            torch._dynamo.maybe_mark_dynamic(leaves[name], dim)
+            torch._dynamo.maybe_mark_dynamic(leaves[name], dim)  # pyright: ignore
 
 
 def _call(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
