@@ -53,7 +53,7 @@ class Calls:
         bare = skeleton(model)
         settings = getattr(bare, "generation_config", None)
         if settings is not None:  # an end of text would end the recording
-            settings.eos_token_id = settings.forced_eos_token_id = None
+            settings.eos_token_id = settings.forced_eos_token_id = settings.pad_token_id = None
             if settings.decoder_start_token_id is None:
                 settings.decoder_start_token_id = 0  # any word: only sizes are looked at
         asked = {k: v for k, v in example.items() if k not in _NOT_ASKED and v is not None}
@@ -116,7 +116,7 @@ class Calls:
         bare: Any = self.bare
         setattr(forward, "__signature__", inspect.signature(bare.forward))  # noqa: B010
         bare.forward = forward
-        how = {"do_sample": False, "max_new_tokens": calls + 2, "pad_token_id": 0}
+        how = {"do_sample": False, "max_new_tokens": calls + 2}
         try:
             bare.generate(**given, **how)
         except _Enough:
