@@ -29,7 +29,7 @@ class End:
 
 
 def ends(
-    world: int, fn: Callable[..., Any], *args: object, limit: float = 120.0, group: float = 60.0
+    world: int, fn: Callable[..., Any], *args: object, limit: float = 240.0, group: float = 60.0
 ) -> list[End]:
     """How the ranks that run `fn(rank, world, *args)` end, in `group` seconds' patience.
 
