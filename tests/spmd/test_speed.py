@@ -11,7 +11,8 @@ Pools = Callable[[int], Pool]
 
 
 def test_both_sides_give_the_same_and_send_the_same(pool: Pools) -> None:
-    found = pool(2).run(measured, TINY, (2, 7, 3), 2)
+    sizes = {**TINY, "num_hidden_layers": 1}
+    found = pool(2).run(measured, sizes, (2, 7, 3), 2, timeout=480)
     for ran in found:
         logits, words = (ran.results[task] for task in ("forward", "generate"))
         torch.testing.assert_close(*logits.values(), rtol=0, atol=1e-5)
