@@ -30,8 +30,7 @@ from autotp.run.compiled import Compiled
 from autotp.run.generating import generating
 from autotp.run.group import Group
 from autotp.run.layer import Baked, Layer, identity, running
-from autotp.run.refusals import refuse_gradients, refuse_to_run
-from autotp.run.refused import refused
+from autotp.run.refused import refuse_gradients, refuse_to_run, refused
 from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
