@@ -107,6 +107,7 @@ def test_plan_prints_the_report(
 
 def test_plan_passes_on_what_was_asked(calls: Calls, directory: str) -> None:
     more = ["--training", "--machine", "gloo", "--strict", "--batch", "3", "--sequence", "5"]
+    more += ["--reduce-dtype", "float32"]
     cli.main(["plan", directory, "--tp", "2", "--override", "*.down=row", *more])
     name, model, asked = calls[0]
     inputs = asked.pop("example_inputs")
@@ -118,6 +119,8 @@ def test_plan_passes_on_what_was_asked(calls: Calls, directory: str) -> None:
         "machine": "gloo",
         "overrides": {"*.down": "row"},
         "strict": True,
+        "new_tokens": 0,
+        "reduce_dtype": "float32",
     } == asked
     assert (3, 5) == inputs["input_ids"].shape
     assert inputs["input_ids"].is_meta

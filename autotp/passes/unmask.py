@@ -96,8 +96,11 @@ def _patterns(part: Part) -> list[dict[fx.Node, Pattern]]:
     """What values its inputs may be taken to have: each a mask of ones, or places in order."""
     found: list[dict[fx.Node, Pattern]] = [{}]
     for node in part.inputs:
-        dtype = node.meta["val"].dtype
-        patterns: list[Pattern] = [p for p in PATTERNS if plain_values(p, (1,), dtype) is not None]
+        val = node.meta["val"]
+        shape = (1,) * val.dim()
+        patterns: list[Pattern] = [
+            p for p in PATTERNS if plain_values(p, shape, val.dtype) is not None
+        ]
         found = [{**known, node: pattern} for known in found for pattern in patterns]
     return found if len(part.inputs) <= 2 else []
 

@@ -268,7 +268,10 @@ def _alone(tp: int | None) -> Group:
             f"are not all set; start the processes with: {_torchrun(tp or 8)}"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return Group(_lone_group(device).group_name, 1, 0, device)
+    group = _lone_group(device)
+    if not exists(_ALONE):  # whoever destroys all groups of the process takes this name away too
+        _registry._register_process_group(_ALONE, group)
+    return Group(group.group_name, 1, 0, device)
 
 
 @cache
