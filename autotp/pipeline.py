@@ -1,5 +1,4 @@
-"""The one place where the stages meet: capture → analyse → match → pose → solve → rewrite →
-account.
+"""What autotp does, from end to end; the stages meet in `work`, a call at a time.
 
 `plan` stops at the plan; `parallelize` builds one rank's model; `verify` builds every rank's and
 runs them in lockstep beside the whole model.
@@ -45,8 +44,6 @@ from autotp.whole import check_values, device_of
 from autotp.work import Made, Work
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
-
-_LESS_WHOLE = "Choose a smaller tp, or leave strict off to see the plan."
 
 __all__ = ["dry_run", "parallelize", "plan", "planned", "verify", "watched"]
 

@@ -43,17 +43,15 @@ def joined(phases: Sequence[Phase], ties: Sequence[Tie]) -> Problem:
     variables: list[Variable] = []
     edges: list[Edge] = []
     for number, (phase, start) in enumerate(zip(phases, starts, strict=False)):
-        often = _often(phase)
+        scaled = _Scaled(_often(phase))
         for index, variable in enumerate(phase.problem.variables):
-            costs = variable.costs * often[:, None]
+            costs = scaled.of(variable.costs)
             if index in phase.counted:
                 costs = _legality(phase.problem.levels, costs)
             name = f"{number}: {variable.name}" if number else variable.name
             variables.append(replace(variable, name=name, costs=costs))
-        scaled: dict[int, NDArray[np.int64]] = {}
-        for edge in phase.problem.edges:  # tables are shared between edges, and stay so
-            costs = scaled.setdefault(id(edge.costs), edge.costs * often[:, None, None])
-            edges.append(Edge(edge.first + start, edge.second + start, costs))
+        for edge in phase.problem.edges:
+            edges.append(Edge(edge.first + start, edge.second + start, scaled.of(edge.costs)))
     levels = phases[0].problem.levels
     edges += [_edge(tie, starts, levels) for tie in ties]
     return Problem(levels, tuple(variables), tuple(edges))
@@ -69,6 +67,24 @@ def parted(phases: Sequence[Phase], solution: Solution) -> list[Solution]:
 
 def _starts(phases: Sequence[Phase]) -> list[int]:
     return list(accumulate((len(p.problem.variables) for p in phases), initial=0))
+
+
+class _Scaled:
+    """Tables times what each level counts; one that several share stays shared."""
+
+    def __init__(self, often: NDArray[np.int64]) -> None:
+        self.often = often
+        self.known: dict[int, NDArray[np.int64]] = {}
+
+    def of(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The table scaled, itself where there is nothing to scale."""
+        if (self.often == 1).all():
+            return costs
+        found = self.known.get(id(costs))
+        if found is None:
+            often = self.often.reshape(-1, *[1] * (costs.ndim - 1))
+            found = self.known[id(costs)] = costs * often
+        return found
 
 
 def _often(phase: Phase) -> NDArray[np.int64]:
