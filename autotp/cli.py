@@ -266,7 +266,7 @@ def _end_soon(number: int, frame: object) -> None:
 def _in_processes(options: Namespace) -> int:
     """The same command in `tp` processes of this machine, which torchrun starts and watches."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    run += [f"--nproc-per-node={options.tp}", "-m", "autotp.cli", *options.spelled]
+    run += [f"--nproc-per-node={options.tp}", "-m", "autotp", *options.spelled]
     # one thread each unless told otherwise: what torchrun would choose, without its warning
     return subprocess.run(run, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
 
@@ -333,7 +333,3 @@ _COMMANDS = {
     "merge": _merge,
     "generate": _generate,
 }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,7 @@
 The modules are Transformers' own. Their linear layers hold a rank's part; those that close a block
 sum over the group in place. The embedding is cut along hidden and the head along the vocabulary,
 and both are gathered: where and how autotp's plan has them, so that what goes over the wire is the
-same.
+same. `embedding_whole=True` leaves the embedding whole instead, as other hand-written models do.
 """
 
 import torch
@@ -48,7 +48,7 @@ def _whole(x: Tensor) -> Tensor:
     return torch.cat(rows.chunk(ranks), dim=-1)
 
 
-def cut_by_hand(model: nn.Module) -> nn.Module:
+def cut_by_hand(model: nn.Module, embedding_whole: bool = False) -> nn.Module:
     """The `model`, a LlamaForCausalLM, with this rank's part of its weights: for inference."""
     for path, module in list(model.named_modules()):
         name = path.rpartition(".")[2]
@@ -60,7 +60,7 @@ def cut_by_hand(model: nn.Module) -> nn.Module:
         elif name == "lm_head":
             _cut(module, 0)
             module.__class__ = _Gathered
-        elif name == "embed_tokens":
+        elif name == "embed_tokens" and not embedding_whole:
             _cut(module, 1)
             module.__class__ = _GatheredTable
     return model.eval()

@@ -121,13 +121,24 @@ def tasks(ids: Tensor, new: int, only: str = "") -> dict[str, Callable[[Any], Te
 
 
 @torch.no_grad()
-def measured(rank: int, world: int, sizes: Sizes, shape: Shape, rounds: int, only: str = "") -> Ran:
+def measured(
+    rank: int,
+    world: int,
+    sizes: Sizes,
+    shape: Shape,
+    rounds: int,
+    only: str = "",
+    embedding_whole: bool = False,
+) -> Ran:
     """What one rank of a group measures of both models."""
     batch, length, new = shape
     ids = words(sizes, batch, length)
     model = whole(sizes)
-    sharded = autotp.parallelize(model, world, training=False, example_inputs={"input_ids": ids})
-    models = dict(zip(SIDES, (sharded, cut_by_hand(model)), strict=True))
+    overrides = {"*.embed_tokens": "replicated"} if embedding_whole else {}
+    sharded = autotp.parallelize(
+        model, world, training=False, example_inputs={"input_ids": ids}, overrides=overrides
+    )
+    models = dict(zip(SIDES, (sharded, cut_by_hand(model, embedding_whole)), strict=True))
     ran = Ran()
     for task, run in tasks(ids, new, only).items():
         ran.results[task] = {side: run(models[side]) for side in SIDES}  # and graphs are captured
@@ -175,9 +186,9 @@ def told(ranks: Sequence[Mapping[str, Sequence[float]]], names: Sequence[str] = 
     )
 
 
-def beside_hand(sizes: Sizes, shape: Shape, rounds: int, only: str) -> None:
+def beside_hand(sizes: Sizes, shape: Shape, rounds: int, *how: str | bool) -> None:
     """Prints the comparison of two ranks with the hand-written model."""
-    found: list[Ran] = pool_of(WORLD).run(measured, sizes, shape, rounds, only, timeout=3000)
+    found: list[Ran] = pool_of(WORLD).run(measured, sizes, shape, rounds, *how, timeout=3000)
     for task in found[0].seconds:
         print(f"{task}: {told([ran.seconds[task] for ran in found])}")
         for side, traffic in found[0].traffic[task].items():
@@ -208,6 +219,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=PROMPT)
     parser.add_argument("--new", type=int, default=NEW)
     parser.add_argument("--only", default="", choices=["", "forward", "generate"])
+    parser.add_argument("--embedding-whole", action="store_true", help="on both sides")
     parser.add_argument("--alone", action="store_true", help="one process, nothing cut")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -215,7 +227,10 @@ def main() -> None:
     if options.layers:
         sizes["num_hidden_layers"] = options.layers
     shape = (options.batch, options.prompt, options.new)
-    (alone if options.alone else beside_hand)(sizes, shape, options.rounds, options.only)
+    if options.alone:
+        alone(sizes, shape, options.rounds, options.only)
+    else:
+        beside_hand(sizes, shape, options.rounds, options.only, options.embedding_whole)
 
 
 if __name__ == "__main__":

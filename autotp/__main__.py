@@ -1,0 +1,7 @@
+"""`python -m autotp`, which is also how torchrun starts the command line."""
+
+import sys
+
+from autotp.cli import main
+
+sys.exit(main())
