@@ -37,6 +37,7 @@ from autotp.passes.check import check
 from autotp.passes.clean import retarget
 from autotp.passes.match import match
 from autotp.passes.outline import Outlined, Shorter, outline
+from autotp.passes.outline_meta import Kept
 from autotp.passes.pose import Posed, decide, pose
 from autotp.passes.pose_phases import PosedPhase, pose_phases
 from autotp.passes.rewrite import Rewritten, Target, rewrite
@@ -84,17 +85,18 @@ class Made:
         if key not in self.outlined:
             graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
             retarget(graph, device)
-            program = self.program
+            program, kept = self.program, Kept()
             masked, *others = unmasked(graph, program.inputs, program.lifted)
             shorter = [
-                Shorter(u.conditions, self._outlined(u.graph, device)) for u in reversed(others)
+                Shorter(u.conditions, self._outlined(u.graph, device, kept))
+                for u in reversed(others)
             ]
-            most = self._outlined(masked.graph, device)
+            most = self._outlined(masked.graph, device, kept)
             self.outlined[key] = replace(most, shorter=tuple(shorter))
         return self.outlined[key]
 
-    def _outlined(self, graph: fx.Graph, device: torch.device) -> Outlined:
-        return outline(graph if self.plan.training else with_shared_heads(graph, device))
+    def _outlined(self, graph: fx.Graph, device: torch.device, kept: Kept) -> Outlined:
+        return outline(graph if self.plan.training else with_shared_heads(graph, device), kept)
 
 
 class Work:

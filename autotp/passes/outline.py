@@ -15,14 +15,13 @@ from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
 from autotp.conditions import Condition
+from autotp.passes.outline_meta import Kept
 from autotp.passes.outline_regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
 
 __all__ = ["Outlined", "Shorter", "outline"]
 
 Arguments: TypeAlias = tuple[Argument, ...]
 Named: TypeAlias = dict[str, Argument]
-
-_KEPT_META = ("val", "stack_trace", "nn_module_stack")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,8 @@ class Shorter:
     graphs: Outlined
 
 
-def outline(graph: fx.Graph) -> Outlined:
-    """The flat `graph` as a root and layers.
+def outline(graph: fx.Graph, kept: Kept | None = None) -> Outlined:
+    """The flat `graph` as a root and layers; what their meta have in common is one with `kept`'s.
 
     Example: `outline(program.graph).layers["model.layers.0"].python_code("self").src`.
 
@@ -63,15 +62,15 @@ def outline(graph: fx.Graph) -> Outlined:
     """
     flat = Flat(graph)
     units = order(flat)
-    names = _names(graph)
-    root = _Writer(flat, ROOT, names)
+    names, kept = _names(graph), kept or Kept()
+    root = _Writer(flat, ROOT, names, kept)
     layers: dict[str, fx.Graph] = {}
     origin = root.origin
     for unit in units:
         if isinstance(unit, fx.Node):
             root.copy(unit)
         else:
-            layer = _Writer(flat, unit, names)
+            layer = _Writer(flat, unit, names, kept)
             layers[unit] = layer.layer()
             origin |= layer.origin
             root.call(unit)
@@ -86,6 +85,7 @@ class _Writer:
     flat: Flat
     path: str
     names: Mapping[fx.Node, str]
+    kept: Kept
     graph: fx.Graph = field(default_factory=fx.Graph)
     origin: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     new: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
@@ -139,7 +139,7 @@ class _Writer:
         return new
 
     def _record(self, node: fx.Node, new: fx.Node) -> None:
-        new.meta = {key: node.meta[key] for key in _KEPT_META if key in node.meta}
+        new.meta = self.kept.of(node)
         if not module_paths(node):
             new.meta.pop("nn_module_stack", None)
         self.origin[new] = node.name

@@ -1,9 +1,13 @@
-"""Memory that Python and the allocator keep after work that needed much of it for a while."""
+"""Memory that Python, torch and the allocator keep after work that needed much of it."""
 
 import ctypes
 import gc
+import linecache
 import sys
+from collections.abc import Iterator
 
+from torch import fx
+from torch.fx import graph_module
 from torch.fx.experimental import proxy_tensor
 
 __all__ = ["give_back"]
@@ -16,7 +20,30 @@ def give_back() -> None:
     """Gives back to the system what was freed: it would count beside a rank's shards for good."""
     getattr(proxy_tensor, _TRACED, dict[int, object]()).clear()
     gc.collect()
+    _forget_sources()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others may not
         if trim is not None:
             trim(0)
+
+
+def _forget_sources() -> None:
+    """Drops the sources of GraphModules that are gone; torch keeps all, for tracebacks.
+
+    A capture compiles the whole graph some ten times on its way.
+    """
+    loader = getattr(graph_module, "_loader", None)
+    sources: dict[str, str] = getattr(loader, "eval_cache", {})
+    needed = set(_files(fx.GraphModule))
+    for name in [name for name in sources if name not in needed]:
+        del sources[name]
+        linecache.cache.pop(name, None)
+
+
+def _files(kind: type) -> Iterator[str]:
+    """The names under which the code of each living GraphModule is known: each has a class."""
+    for each in kind.__subclasses__():
+        code = getattr(each.__dict__.get("forward"), "__code__", None)
+        if code is not None:
+            yield code.co_filename
+        yield from _files(each)

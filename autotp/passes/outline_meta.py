@@ -1,0 +1,51 @@
+"""What graphs that run keep of their nodes' meta, each distinct value once.
+
+The layers of a model say the same: kept node by node, shapes and source lines would take more
+memory than the code.
+"""
+
+import sys
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+__all__ = ["Kept"]
+
+
+@dataclass(slots=True)
+class Kept:
+    """The values kept so far: what a value says to the value.
+
+    Example: `kept.of(node)` has the very `val` that an earlier node of the same shape has.
+    """
+
+    known: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
+
+    def of(self, node: fx.Node) -> dict[str, Any]:
+        """The part of `node.meta` that is kept: `val`, `stack_trace`, `nn_module_stack`."""
+        kept = dict[str, Any]()
+        if "val" in node.meta:
+            val = node.meta["val"]
+            said = _said(val)
+            kept["val"] = val if said is None else self.known.setdefault(said, val)
+        if trace := node.meta.get("stack_trace"):
+            kept["stack_trace"] = sys.intern(trace)
+        if stack := node.meta.get("nn_module_stack"):
+            kept["nn_module_stack"] = self.known.setdefault(tuple(stack.items()), stack)
+        return kept
+
+
+def _said(val: object) -> Hashable:
+    """All that a fake tensor says, its sizes as expressions; None for other values.
+
+    Whose memory it is, it says no more: what reads graphs that run makes samples of their own.
+    """
+    if type(val) is not FakeTensor or val.layout != torch.strided:
+        return None
+    numbers = (*val.shape, *val.stride(), val.storage_offset())
+    sizes = tuple(n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers)
+    return (sizes, val.dtype, val.device, val.requires_grad, id(val.fake_mode))
