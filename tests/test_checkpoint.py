@@ -179,16 +179,19 @@ def test_a_rank_reads_what_it_holds_and_no_more(
     assert size * 0.9 < read < size * 1.1
 
 
-def test_a_pickled_checkpoint_is_read_without_running_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("archive", [True, False])
+def test_a_pickled_checkpoint_is_read_without_running_it(archive: bool, tmp_path: Path) -> None:
+    """Also in the form that torch.save had before its files were archives."""
     whole: Any = saved("tied", tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    torch.save(whole.state_dict(), tmp_path / "pytorch_model.bin")
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(whole.state_dict(), path, _use_new_zipfile_serialization=archive)
     found = alone(tmp_path)
 
     assert torch.equal(whole(input_ids=IDS).logits, found(input_ids=IDS).logits)
     assert found.lm_head.weight is found.model.embed_tokens.weight
 
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Path("evil")}))
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"x": Path("evil")}, 2))
     with pytest.raises(WeightsError, match="pytorch_model.bin: cannot be read as plain weights"):
         alone(tmp_path)
 
@@ -259,16 +262,35 @@ def test_code_of_others_is_run_only_when_trusted(tmp_path: Path) -> None:
 class Careless(BertModel):
     """A model with a table that no initialisation fills."""
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, dtype: torch.dtype) -> None:
         super().__init__(config)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("table", torch.ones(4, dtype=dtype), persistent=False)
 
 
-def test_a_buffer_without_values_is_named() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int64])
+def test_a_buffer_without_values_is_named(dtype: torch.dtype) -> None:
     with torch.device("meta"):
-        careless = Careless(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=8))
+        careless = Careless(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=8), dtype)
     with pytest.raises(WeightsError, match=r"buffer table \[4\] of Careless: 0 of its values"):
         fill_buffers(careless, {})
+
+
+class Careful(Careless):
+    """The same, whose initialisation fills it with zeros."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            self.get_buffer("table").zero_()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.uint8, torch.int64])
+def test_a_buffer_of_zeros_has_values(dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        careful = Careful(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=8), dtype)
+    fill_buffers(careful, {})
+
+    assert careful.get_buffer("table").tolist() == [0] * 4
 
 
 class Coded(nn.Module):

@@ -6,6 +6,7 @@ pytorch_model.bin and its index.
 
 import json
 import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,7 +142,9 @@ def _tensors(file: Path, opened: list[File]) -> Iterable[tuple[str, Stored]]:
 
 def _unpickled(file: Path) -> list[tuple[str, Stored]]:
     try:
-        found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # the older form of torch.save, which is no archive, cannot be mapped
+        mapped = zipfile.is_zipfile(file)
+        found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise WeightsError(

@@ -185,18 +185,22 @@ def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
 
 def _unset(buffer: Tensor) -> Tensor:
     """A real tensor like a buffer, full of a value that no initialisation gives."""
+    if buffer.dtype == torch.bool:  # bytes that are neither of the two values
+        return torch.full(buffer.shape, 255, dtype=torch.uint8, device="cpu").view(torch.bool)
     return torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device="cpu")
 
 
 def _is_unset(buffer: Tensor) -> bool:
-    if buffer.numel() == 0 or buffer.dtype == torch.bool:
+    if buffer.numel() == 0:
         return False
-    if buffer.is_floating_point():
+    if buffer.is_floating_point() or buffer.is_complex():
         return bool(torch.isnan(buffer).all())
-    return bool((buffer == _mark(buffer.dtype)).all())
+    numbers = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
+    return bool((numbers == _mark(numbers.dtype)).all())
 
 
 def _mark(dtype: torch.dtype) -> Any:  # noqa: ANN401  a number of any kind
-    if dtype == torch.bool:
-        return False
-    return torch.iinfo(dtype).min if not (dtype.is_floating_point or dtype.is_complex) else nan
+    if dtype.is_floating_point or dtype.is_complex:
+        return nan
+    numbers = torch.iinfo(dtype)
+    return numbers.min or numbers.max  # 0 would be a value like any other
