@@ -268,6 +268,8 @@ def test_a_plan_without_training_refuses_gradients() -> None:
         tree.train()
     with pytest.raises(PlanError, match="the input 'ids' requires grad"):
         tree(ids=torch.ones(1, 2, requires_grad=True))
+    with pytest.raises(PlanError, match="the input 'ids' requires grad"):
+        tree(ids={"nested": [torch.ones(1, 2, requires_grad=True)]})
     with pytest.raises(PlanError, match=r"requires_grad_\(\) was called"):
         tree.requires_grad_()
     assert_same(model(ids), tree(ids))

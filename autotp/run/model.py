@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState, returned, stated
 from autotp.core.plan import Plan
@@ -283,7 +284,7 @@ class ShardedModel(Baked):
 def _variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
     if not model.sharded_state.plan.training:
         for name, value in inputs.items():
-            tensors = value.leaves if isinstance(value, CacheState) else [value]
+            tensors = value.leaves if isinstance(value, CacheState) else pytree.tree_leaves(value)
             if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
                 refuse_gradients(type(model).__name__, f"the input {name!r} requires grad")
     key = _key(model, inputs)
