@@ -1,8 +1,9 @@
 """The methods by which a sharded model makes words; where they differ from the model's own.
 
-Each process has random numbers of its own. Words drawn from equal logits are equal only if those
-are, so the ranks take over the state of rank 0 when words are asked for. With the same seed on all
-ranks that changes nothing.
+Each process has random numbers and a clock of its own. Words drawn from equal logits are equal only
+if those numbers are, so the ranks take over the state of rank 0 when words are asked for. With the
+same seed on all ranks that changes nothing. And what may look at a clock to end the words is asked
+of rank 0: a rank that ended alone would leave the others waiting.
 """
 
 import functools
@@ -14,15 +15,19 @@ from torch import nn
 
 from autotp.errors import PlanError
 from autotp.run.group import Group, exists
+from autotp.run.lost import waiting
 
 __all__ = ["generating", "share_draws"]
 
 
 _EXPANDS: Final = "_expand_inputs_for_generation"
+_STOPS: Final = "_get_stopping_criteria"
 _ASKED_APART: Final = "_supports_mm_encoder_outputs"
 """What Transformers asks before it calls the towers of images and videos by themselves."""
 
 _SEEN: Final = ("pixel_values", "image_patches")
+_ALIKE: Final = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
+"""What ends the words by looking at them alone: they are the same on all ranks."""
 
 
 def generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -31,6 +36,8 @@ def generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     generate = cast("Callable[..., Any] | None", getattr(original, "generate", None))
     if generate is not None:
         own["generate"] = _drawn_alike(generate)
+    if hasattr(original, _STOPS):
+        own[_STOPS] = _stopped_alike(getattr(original, _STOPS))
     encoder = cast("Callable[..., Any] | None", getattr(original, "get_encoder", None))
     if encoder is not None:
         own["get_encoder"] = _called_alone(encoder)
@@ -50,12 +57,46 @@ def share_draws(group: Group) -> None:
     on_cuda = group.device.type == "cuda"
     states = [torch.get_rng_state()]
     states += [torch.cuda.get_rng_state(group.device)] if on_cuda else []
-    ops = torch.ops._c10d_functional
-    sent = ops.broadcast(torch.cat(states).to(group.device), 0, group.name)
-    shared = ops.wait_tensor(sent).cpu().split([len(s) for s in states])
+    with waiting(group.name, "generate: sharing the state of random numbers"):
+        sent = _of_first(torch.cat(states), group).cpu()
+    shared = sent.split([len(s) for s in states])
     torch.set_rng_state(shared[0])
     if on_cuda:
         torch.cuda.set_rng_state(shared[1], group.device)
+
+
+def _of_first(own: torch.Tensor, group: Group) -> torch.Tensor:
+    """What rank 0 has."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.broadcast(own.to(group.device), 0, group.name))
+
+
+class _AsFirst:
+    """A criterion of rank 0, which ends the words on all ranks or on none."""
+
+    def __init__(self, own: Callable[..., torch.Tensor], group: Group) -> None:
+        self.own, self.group = own, group
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the criterion's own
+        """What the criterion says on rank 0 of each sequence, (batch)."""
+        said = torch.as_tensor(self.own(*args, **kwargs))
+        with waiting(self.group.name, "generate: whether to end"):
+            return _of_first(said, self.group).to(said.device)
+
+
+def _stopped_alike(criteria: Callable[..., Any]) -> Callable[..., Any]:
+    """The model's own criteria, of which those that may look at a clock are asked of rank 0."""
+
+    @functools.wraps(criteria)
+    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+        found, group = criteria(self, *args, **kwargs), self.sharded_state.more.where
+        if group.size > 1 and exists(group.name):
+            for k, own in enumerate(found):
+                if type(own).__name__ not in _ALIKE:
+                    found[k] = _AsFirst(own, group)
+        return found
+
+    return alike
 
 
 def _drawn_alike(generate: Callable[..., Any]) -> Callable[..., Any]:

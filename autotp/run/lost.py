@@ -25,7 +25,9 @@ __all__ = ["failed", "is_lost", "place_of", "waiting"]
 
 # Any: private to torch.
 _c10d: Any = distributed_c10d
-_SIGNS = re.compile(r"Connection closed by peer|Connection reset|Timed out waiting|gloo/|NCCL")
+_SIGNS = re.compile(
+    r"Connection closed by peer|Connection reset|Timed out waiting|timeout caused pair|gloo/|NCCL"
+)
 _SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")
 _LATE = re.compile(r"[Tt]imed out|timeout", re.ASCII)
 _AGAIN = "Look for the first error in the other ranks' output, and start all of them again."

@@ -156,6 +156,23 @@ def test_ranks_with_seeds_of_their_own_draw_what_rank_0_would(pool: Pools) -> No
     assert [expected, expected] == pool(2).run(told_draws)
 
 
+def told_ends(rank: int, world: int) -> int:
+    """How many words there are where ranks would end at other ones, as by clocks of their own."""
+    model: Any = autotp.parallelize(
+        whole("llama", SIZES), example_inputs={"input_ids": prompt(2, 7)}
+    )
+
+    def ended(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        return torch.full((ids.shape[0],), ids.shape[1] >= 9 + 3 * rank)
+
+    ends = StoppingCriteriaList([ended])
+    return model.generate(prompt(2, 7), stopping_criteria=ends, max_time=600.0, **PLAIN).shape[1]
+
+
+def test_what_looks_at_a_clock_ends_all_ranks_as_it_ends_rank_0(pool: Pools) -> None:
+    assert [9, 9] == pool(2).run(told_ends)
+
+
 def opaque() -> Any:
     """C082: attention is a custom op, which knows of nothing but plain tensors."""
     model: Any = whole("llama", SIZES)
