@@ -4,6 +4,7 @@ import copy
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,17 +39,15 @@ class GroupStore:
                 raise PlanError(f"{directory}: is a file. Give a directory to save into.")
             if first:
                 check_space(directory, plan.size())
-        if not first:
-            self._write(model, plan, None)
-            with as_one(where):  # rank 0 publishes
-                pass
-            return
-        with draft(directory) as inner:
-            self._write(model, plan, inner)
+        with ExitStack() as stack:
             with as_one(where):
-                write_configs(whole, inner, plan)
-                publish(inner, plan.index_name)
-                remove_stale(directory, plan)
+                inner = stack.enter_context(draft(directory)) if first else None
+            self._write(model, plan, inner)
+            with as_one(where):  # rank 0 publishes
+                if inner is not None:
+                    write_configs(whole, inner, plan)
+                    publish(inner, plan.index_name)
+                    remove_stale(directory, plan)
 
     def state_dict(self, model: ShardedModel, *, rank0_only: bool) -> dict[str, Tensor]:
         """The whole model's `state_dict()` on the CPU."""

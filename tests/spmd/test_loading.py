@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import autotp
-from autotp.errors import AutotpError
+from autotp.errors import AutotpError, WeightsError
 from tests.checkpoints import FAULTS, IDS, saved
 from tests.spmd.pool import Pool
 
@@ -145,6 +145,24 @@ def test_a_full_disk_leaves_what_was_there(pool: Pools, tmp_path: Path) -> None:
 
     assert "cannot be written" in found[1]
     assert before == contents(target)
+
+
+def nowhere(rank: int, world: int, directory: str, target: str) -> str:
+    model = autotp.from_pretrained(directory, world)
+    with pytest.raises(WeightsError) as caught:
+        model.save_pretrained(target)
+    return str(caught.value)
+
+
+def test_a_directory_that_cannot_be_made_is_told_on_all_ranks(pool: Pools, tmp_path: Path) -> None:
+    saved("llama", tmp_path / "source")
+    (tmp_path / "file").write_text("no directory")
+    first, second = pool(2).run(
+        nowhere, str(tmp_path / "source"), str(tmp_path / "file" / "inside"), timeout=60
+    )
+
+    assert first == second
+    assert "inside: cannot be written: Not a directory" in first
 
 
 def test_no_rank_is_asked_for_a_class_of_its_own(tmp_path: Path) -> None:
