@@ -34,9 +34,10 @@ from autotp.options import (
     check_ranks,
 )
 from autotp.proof import prove
-from autotp.proof.phases import as_one, with_values
-from autotp.run.accord import agree, agree_weights, together
+from autotp.proof.phases import of_all_calls, with_values
+from autotp.run.accord import agree, agree_weights
 from autotp.run.compare import Comparison
+from autotp.run.exchange import as_one
 from autotp.run.group import Group, exists, meet, resolve
 from autotp.run.lost import waiting
 from autotp.run.model import ShardedModel
@@ -120,7 +121,7 @@ def watched(model: ShardedModel, where: Group, *, debug: bool) -> ShardedModel:
 
 def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tuple[Work, Made]":
     """The work on `model` and the variant made for a group, the same on all of its ranks."""
-    with together(where):
+    with as_one(where, "planning"):  # one that fails would leave the others waiting for its plan
         work = Work.of(model, Options.of(**options))
         made = work.made(where.size, where.name)
     agree(where, made.plan.hash, "the plan")
@@ -180,7 +181,7 @@ def verify(
         )
         for of, variant in zip((work, *work.later), (made, *made.later), strict=True)
     ]
-    evidence = as_one(found, [phase.name for phase in made.plan.phases])
+    evidence = of_all_calls(found, [phase.name for phase in made.plan.phases])
     return replace(evidence, notes=(*evidence.notes, *made.plan.warnings))
 
 

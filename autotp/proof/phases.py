@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from autotp.cache import CacheState
 from autotp.core.evidence import Evidence
 
-__all__ = ["as_one", "with_values"]
+__all__ = ["of_all_calls", "with_values"]
 
 
 def with_values(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(leaf.shape, generator=generator).to(leaf)
 
 
-def as_one(found: Sequence[Evidence], names: Sequence[str]) -> Evidence:
+def of_all_calls(found: Sequence[Evidence], names: Sequence[str]) -> Evidence:
     """The evidence of all calls: the worst figures, what was seen of all; the first fault."""
     if len(found) == 1:
         return found[0]

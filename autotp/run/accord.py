@@ -7,8 +7,7 @@ only where something differs.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,19 +17,9 @@ from autotp.run.digest import digest
 from autotp.run.exchange import rows, texts
 from autotp.run.group import Group, exists
 
-__all__ = ["agree", "agree_weights", "digests", "odd_ranks", "together"]
+__all__ = ["agree", "agree_weights", "digests", "odd_ranks"]
 
 _SHOWN = 3
-
-
-@contextmanager
-def together(where: Group) -> Generator[None]:
-    """Ranks that fail to plan say so to the others, which would wait for their plan for ever."""
-    try:
-        yield
-    except Exception as error:
-        agree(where, f"{type(error).__name__}: {error}", "the plan")
-        raise
 
 
 def agree(group: Group, text: str, what: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from autotp import errors
 from autotp.core.plan import ParameterRecord
 from autotp.core.split import Split
-from autotp.errors import AutotpError, WeightsError
+from autotp.errors import AutotpError, GroupError
 from autotp.run.blocks import join
 from autotp.run.group import Group, exists, process_group
 from autotp.run.lost import waiting
@@ -34,7 +34,8 @@ def as_one(group: Group, what: str = "a common step") -> Generator[None]:
         failure = error
     told = texts(group, "" if failure is None else f"{type(failure).__name__}\0{failure}", what)
     first = next(((rank, text) for rank, text in enumerate(told) if text), None)
-    if failure is not None and not isinstance(failure, AutotpError):
+    own = first is not None and (len(told) == 1 or first[0] == group.rank)
+    if failure is not None and (own or not isinstance(failure, AutotpError)):
         raise failure
     if first is not None:
         raise _error(*first) from failure
@@ -113,4 +114,7 @@ def _error(rank: int, text: str) -> Exception:
     known = kinds.get(kind)
     if isinstance(known, type) and issubclass(known, AutotpError):
         return known(message)
-    return WeightsError(f"rank {rank} failed: {kind}: {message}")
+    return GroupError(
+        f"rank {rank} failed: {kind}: {message}. Look there for where it arose, and start all "
+        "ranks again."
+    )
