@@ -1,7 +1,7 @@
 """A sharded model's calls, compiled: one compilation for each kind of call, whatever its sizes.
 
 What a compiler cannot see is settled before it is asked: the variant that answers, captured if need
-be, and by the values of a mask the shortest of its graphs.
+be, by the values of a mask the shortest of its graphs, and a rank's part of a whole cache.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +12,7 @@ import torch
 
 from autotp.cache import stated
 from autotp.program import named_leaves
+from autotp.run.kept import cut_whole
 from autotp.run.variant import Signature, Variant
 
 __all__ = ["Callee", "Compiled", "Granting"]
@@ -21,6 +22,7 @@ class Granting(Protocol):
     """What holds the number of the graph that the call being compiled runs (`Variant.granted`)."""
 
     granted: int
+    rank: int
 
 
 class Callee(Protocol):
@@ -62,8 +64,11 @@ class Compiled:
         """What the model returns."""
         if torch.compiler.is_compiling():  # a larger model is compiled, and this one with it
             return _call(self.model, 0, args, kwargs)
-        inputs = stated(self.model.sharded_signature.bind(args, kwargs))
+        given = self.model.sharded_signature.bind(args, kwargs)
+        inputs = stated(given)
         variant = self.find(self.model, inputs)
+        plan, rank = variant.plan, self.model.sharded_state.rank
+        inputs = cut_whole(given, inputs, plan.caches, rank, plan.tp)
         leaves = named_leaves(inputs)
         number = variant.granted(leaves)
         if (variant, number) not in self.known:

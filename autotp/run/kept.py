@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from autotp.cache import CacheState
+from autotp.cache import CacheState, restore
 from autotp.core.plan import CacheRecord
 from autotp.core.split import Split
 from autotp.errors import CaptureError
 from autotp.run.blocks import take
 
-__all__ = ["own_parts"]
+__all__ = ["cut_whole", "own_parts"]
 
 
 def own_parts(
@@ -45,6 +45,23 @@ def own_parts(
     if not found:
         return inputs
     return {n: CacheState(v.spec, found[n]) if n in found else v for n, v in inputs.items()}
+
+
+def cut_whole(
+    given: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    records: Mapping[str, CacheRecord],
+    rank: int,
+    tp: int,
+) -> Mapping[str, Any]:
+    """The inputs as `own_parts` has them, after the caches in `given`, whose states they are, were
+    cut to the same.
+    """
+    own = own_parts(inputs, records, rank, tp)
+    for name, state in own.items():
+        if state is not inputs[name]:
+            restore(given[name], state)
+    return own
 
 
 def _part(whole: torch.Tensor, record: CacheRecord, rank: int, tp: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Compiled calls in real processes: the whole model's words and gradients, and no step anew."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +54,32 @@ def test_compiled_calls_with_a_cache_give_the_words_of_the_whole_model(pool: Poo
     for made, counts in pool(2).run(decoded):
         assert expected == made
         assert 1 <= counts[0] == counts[1] <= 2
+
+
+def begun() -> tuple[Any, Any]:
+    """A cache of seven words that the whole model made, and what it says after another."""
+    model = whole()
+    with torch.no_grad():
+        cache = model(input_ids=IDS, use_cache=True)["cache"]
+        logits = model(input_ids=IDS[:, :1], cache=copy.deepcopy(cache), use_cache=True).logits
+    return cache, logits
+
+
+def gone_on(rank: int, world: int) -> tuple[Tensor, list[int]]:
+    sharded: Any = autotp.parallelize(whole(), example_inputs={"input_ids": IDS})
+    sharded.compile(fullgraph=True, backend="eager")
+    cache, _ = begun()
+    with torch.no_grad():
+        logits = sharded(input_ids=IDS[:, :1], cache=cache, use_cache=True).logits
+    return logits, list(cache.layers[0].keys.shape)
+
+
+def test_a_whole_cache_is_cut_before_a_compiled_call(pool: Pools) -> None:
+    cache, expected = begun()
+    batch, heads, length, size = cache.layers[0].keys.shape
+    for logits, shape in pool(2).run(gone_on):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+        assert [batch, heads // 2, length + 1, size] == shape
 
 
 def block() -> nn.Module:
