@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, fx, nn, zeros_like
 
-from autotp.core.split import Split, share
+from autotp.core.split import Split
 from autotp.run.blocks import take
-from autotp.run.rows import own_bounds, rows_first
+from autotp.run.rows import local_index, own_bounds, rows_first
 
 __all__ = ["RankInterpreter"]
 
@@ -51,8 +51,8 @@ class RankInterpreter(fx.Interpreter):
         """Where this rank's groups end."""
         return own_bounds(bounds, self.rank, self.tp)
 
-    def local_index(self, index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
+    def local_index(
+        self, index: Tensor, size: int, group: str, absent: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The rank's rows of a lookup, and which ids are not its own."""
-        start, length = share(size, self.tp, self.rank)
-        local = index - start
-        return local.clamp(0, length - 1), (local < 0) | (local >= length)
+        return local_index(index, size, self.rank, self.tp, absent=absent)

@@ -203,7 +203,7 @@ def sections(site: Site) -> fx.Node:
 
 
 def lookup(site: Site) -> fx.Node:
-    """A table cut along its rows: ids of other ranks read row 0 and contribute zero."""
+    """A table cut along its rows: ids of other ranks read a row of this one, and give zero."""
     if site.strategy.results[0].kind not in ("P", "G"):
         return site.plain()
     total = site.forest.size(site.use.rule.factors[0].dim).static
@@ -213,7 +213,8 @@ def lookup(site: Site) -> fx.Node:
         ids = _own_ids(site, cast("Sequence[fx.Node]", ids)[0], site.bounds)
     elif listed:
         ids = site.call(aten.remainder.Scalar, cast("Sequence[Any]", ids)[0], total)
-    found = site.call(torch.ops.autotp.local_index.default, ids, total, site.to.group)
+    absent = (True,) if site.bounds is not None else ()
+    found = site.call(torch.ops.autotp.local_index.default, ids, total, site.to.group, *absent)
     local = site.call(operator.getitem, found, 0)
     outside = site.call(operator.getitem, found, 1)
     value = site.graph.create_node(

@@ -6,7 +6,8 @@
     own_rows, own_rows_partial, rows_in_place, reduce_rows, reduce_rows_copy
                                           (x, bounds, dim, group)
     share_gradients       (xs, cuts, group): their gradients in one bucket a dtype and sub-group
-    local_index           (index, size, group): this rank's rows of a lookup in `size` rows
+    local_index           (index, size, group, absent=False): this rank's rows of a lookup in `size`
+                          rows; `absent`: ids that no rank has stand for no row
     local_bounds          (bounds, group): where each of this rank's groups of rows ends
 
 `split` is `Split.encode()`, `group` the name of a process group. Ops that sum take `dtype=`, in
@@ -27,12 +28,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from autotp.core.placement import CONVERSIONS, Conversion, Primitive
-from autotp.core.split import Peers, Split, share
+from autotp.core.split import Peers, Split
 from autotp.run.blocks import rejoined, segments
 from autotp.run.group import among, rank_of, size_of
 from autotp.run.lost import waiting
 from autotp.run.primitives import PRIMITIVES, Cut, Wire
-from autotp.run.rows import own_bounds
+from autotp.run.rows import local_index, own_bounds
 from autotp.sums import sum_dtype
 
 __all__ = ["LIBRARY", "schema"]
@@ -214,10 +215,10 @@ def _share_gradients(
     return list(shared)
 
 
-def _local_index(index: Tensor, size: int, group: str) -> tuple[Tensor, Tensor]:
-    start, length = share(size, size_of(group), rank_of(group))
-    local = index - start
-    return local.clamp(0, length - 1), (local < 0) | (local >= length)
+def _local_index(
+    index: Tensor, size: int, group: str, absent: bool = False
+) -> tuple[Tensor, Tensor]:
+    return local_index(index, size, rank_of(group), size_of(group), absent=absent)
 
 
 def _local_bounds(bounds: Tensor, group: str) -> Tensor:
@@ -237,5 +238,8 @@ _register(
     " -> Tensor(a)[]",
     _share_gradients,
 )
-_register("local_index(Tensor index, int size, str group) -> (Tensor, Tensor)", _local_index)
+_register(
+    "local_index(Tensor index, int size, str group, bool absent=False) -> (Tensor, Tensor)",
+    _local_index,
+)
 _register("local_bounds(Tensor bounds, str group) -> Tensor", _local_bounds)

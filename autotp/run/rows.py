@@ -3,7 +3,7 @@
 One idea: sizes stay those of the whole, since how many rows a rank has only the values know. So
 nothing waits for the device, graphs can be recorded, and memory does not depend on the data. Groups
 end at `bounds`; ranks have whole groups in order, and the last one has all rows after the last
-group too.
+group too. `local_index` is for rows that are looked up one by one, in a table cut along them.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotp.core.split import share
 
-__all__ = ["own_bounds", "rows_back", "rows_first"]
+__all__ = ["local_index", "own_bounds", "rows_back", "rows_first"]
 
 
 def rows_first(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
@@ -37,6 +37,27 @@ def own_bounds(bounds: Tensor, rank: int, ranks: int) -> Tensor:
     first, count = share(bounds.numel(), ranks, rank)
     own = bounds[first : first + count]
     return own - bounds[first - 1] if first else own.clone()
+
+
+def local_index(
+    index: Tensor, size: int, rank: int, ranks: int, *, absent: bool
+) -> tuple[Tensor, Tensor]:
+    """Where the rows that `index` names, of `size`, are in the part of `rank`; and which are not.
+
+    local_index(tensor([1, 4, 9]), 6, 1, 2, absent=False)  # [0, 1, 8], [True, False, True]
+
+    Constraints:
+    - What another rank has becomes a row of this one, to be looked up and left.
+    - What no rank has stays outside of the part, so that a lookup of it fails as in the whole
+      table; `absent`: it stands for no row, and does not fail.
+    """
+    start, length = share(size, ranks, rank)
+    local = index - start
+    others = (local < 0) | (local >= length)
+    own = local.clamp(0, length - 1)
+    if not absent:
+        own = own.add(index.div(size, rounding_mode="floor"), alpha=size)
+    return own, others
 
 
 def _own(bounds: Tensor, size: int, rank: int, ranks: int) -> tuple[Tensor | int, Tensor | int]:

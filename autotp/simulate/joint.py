@@ -16,11 +16,11 @@ from torch.autograd.function import FunctionCtx
 
 from autotp.core.placement import CONVERSIONS, Conversion, Primitive
 from autotp.core.price import COLLECTIVES
-from autotp.core.split import Peers, Split, block, share
+from autotp.core.split import Peers, Split, block
 from autotp.errors import VerifyError
 from autotp.run.blocks import rejoined, segments
 from autotp.run.primitives import Cut, Wire
-from autotp.run.rows import own_bounds
+from autotp.run.rows import local_index, own_bounds
 from autotp.simulate.primitives import PRIMITIVES
 from autotp.sums import sum_dtype
 
@@ -262,10 +262,12 @@ def _share_gradients(given: Sequence[Arguments], tally: Tally) -> list[Any]:
 
 
 def _local_index(given: Sequence[Arguments], tally: Tally) -> list[Any]:
-    size = _agreed(given, "index")["size"]
-    shares = [share(size, len(given), rank) for rank in range(len(given))]
-    local = [(g["index"] - start, n) for g, (start, n) in zip(given, shares, strict=True)]
-    return [(x.clamp(0, n - 1), (x < 0) | (x >= n)) for x, n in local]
+    agreed = _agreed(given, "index")
+    size, absent = agreed["size"], agreed.get("absent", False)
+    return [
+        local_index(g["index"], size, rank, len(given), absent=absent)
+        for rank, g in enumerate(given)
+    ]
 
 
 def _local_bounds(given: Sequence[Arguments], tally: Tally) -> list[Any]:

@@ -145,6 +145,24 @@ def looked_up(rank: int, world: int) -> tuple[Tensor, Tensor]:
     return y.detach(), local.grad
 
 
+def looked_up_in_vain(rank: int, world: int) -> list[str]:
+    """What a lookup of ids that no rank has says, and what one of ids that stand for none gives."""
+    group, found = resolve(world).name, list[str]()
+    local = take(whole((12, 3), 1), 0, block(12), rank, world)
+    for ids in ([0, 12], [-1, 3], [1200, 11]):
+        index, _ = OPS.local_index(torch.tensor(ids), 12, group)
+        with pytest.raises(IndexError) as caught:
+            embedding(index, local)
+        found.append(str(caught.value))
+    index, outside = OPS.local_index(torch.tensor([-1, 12]), 12, group, True)
+    return [*found, str(embedding(index, local)[~outside].tolist())]
+
+
+def test_an_id_that_no_rank_has_is_an_error_on_all(pool: Pools) -> None:
+    for said in pool(3).run(looked_up_in_vain):
+        assert ["index out of range in self"] * 3 + ["[]"] == said
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_lookup_split_along_the_vocabulary(pool: Pools, world: int) -> None:
     table = whole((12, 3), 1).requires_grad_()
