@@ -273,6 +273,9 @@ def test_a_plan_without_training_refuses_gradients() -> None:
     with pytest.raises(PlanError, match=r"requires_grad_\(\) was called"):
         tree.requires_grad_()
     assert_same(model(ids), tree(ids))
+    next(tree.parameters()).requires_grad_()
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        tree(ids).sum().backward()
 
 
 def test_frozen_parameters_stay_frozen() -> None:

@@ -192,7 +192,9 @@ class Variant:
         known = granted if torch.compiler.is_compiling() else 0
         number = known or self.granted(leaves)
         run = self.shorter[number - 1][1] if number else self.function
-        flat = run(model, *[leaves[name] for name in self.program.inputs])
+        # gradients that the plan has no backward pass for would be wrong: torch tells who asks
+        with torch.set_grad_enabled(self.plan.training and torch.is_grad_enabled()):
+            flat = run(model, *[leaves[name] for name in self.program.inputs])
         return pytree.tree_unflatten(flat, self.program.out_spec)
 
     def granted(self, leaves: Mapping[str, Any]) -> int:
