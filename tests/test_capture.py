@@ -277,7 +277,7 @@ def test_awkward_signatures() -> None:
 def test_regions_without_gradients_stay_so() -> None:
     inputs = awkward_inputs()
     model = Awkward()
-    program = capture(model, inputs)
+    program = capture(model, inputs, gradients=True)
     models.run_program(model, program, inputs)["y"].sum().backward()
     actual = model.linear.bias.grad
 

@@ -162,7 +162,8 @@ class _Call:
             quiet(),
             # with symbolic sizes, its keys cost more than what it saves
             config.patch(fake_tensor_cache_enabled=False),
-            torch.enable_grad(),  # else no_grad regions would go unseen
+            # on: regions without would go unseen; off: torch would keep its tensors for good
+            torch.set_grad_enabled(self.gradients),
             kept,
             unbranched() if self.keeps_state() else nullcontext(),
             branches() as found,
