@@ -4,6 +4,7 @@ All of it is what Transformers' own save_pretrained would do, asked on tensors w
 conversion that loading did is reversed, tied weights are left out, files are filled to their size.
 """
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -107,12 +108,30 @@ def _state(model: Any) -> dict[str, Tensor]:  # noqa: ANN401  a transformers mod
 
 
 def _split(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:  # noqa: ANN401
-    modeling = transformers_module("modeling_utils")
+    """Which file each tensor goes to: the library's answer for tensors with values.
+
+    It keeps those that share memory in one file, such as the experts that were one parameter, and
+    leaves tensors on meta apart, unless it is told.
+    """
+    hub: Any = importlib.import_module("huggingface_hub")  # comes with Transformers
     try:
-        return modeling.split_torch_state_dict_into_shards(
-            saved, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        return hub.split_state_dict_into_shards_factory(
+            dict(saved),
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+            get_storage_size=_bytes,
+            get_storage_id=_memory,
         )
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise PlanError(
             f"max_shard_size is {max_shard_size!r}: {error}. Give bytes, or a text such as '5GB'."
         ) from error
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tells the memory of a tensor from that of others, all without any being one."""
+    return tensor.untyped_storage()._cdata if _bytes(tensor) else 0  # pyright: ignore[reportPrivateUsage]
