@@ -31,19 +31,19 @@ class GroupStore:
     def save(self, model: ShardedModel, directory: Path, max_shard_size: int | str) -> None:
         """Writes the whole model as its own save_pretrained would; every rank must call it."""
         where, first = self._where, self._where.rank == 0
-        with as_one(where):
-            whole = whole_on_meta(model)
-            _check_savable(whole)
-            plan = outgoing(whole, max_shard_size)
-            if directory.exists() and not directory.is_dir():
-                raise PlanError(f"{directory}: is a file. Give a directory to save into.")
-            if first:
-                check_space(directory, plan.size())
+        inner: Path | None = None
         with ExitStack() as stack:
-            with as_one(where):
-                inner = stack.enter_context(draft(directory)) if first else None
+            with as_one(where), writing(directory):
+                whole = whole_on_meta(model)
+                _check_savable(whole)
+                plan = outgoing(whole, max_shard_size)
+                if directory.exists() and not directory.is_dir():
+                    raise PlanError(f"{directory}: is a file. Give a directory to save into.")
+                if first:
+                    check_space(directory, plan.size())
+                    inner = stack.enter_context(draft(directory))
             self._write(model, plan, inner)
-            with as_one(where):  # rank 0 publishes
+            with as_one(where):
                 if inner is not None:
                     write_configs(whole, inner, plan)
                     publish(inner, plan.index_name)

@@ -1,11 +1,12 @@
 """Files that appear when they are complete: written under another name, then renamed."""
 
+import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -19,6 +20,7 @@ __all__ = ["METADATA", "Writer", "check_space", "draft", "publish", "writing"]
 
 METADATA: Final = {"format": "pt"}
 _BLOCK: Final = 4 << 20
+_DRAFT: Final = ".saving-"
 
 
 class Writer:
@@ -108,15 +110,25 @@ def writing(path: Path, what: str = "") -> Generator[None]:
 
 @contextmanager
 def draft(directory: Path) -> Generator[Path]:
-    """A directory inside of `directory` to write into; it is gone at the end of the block."""
+    """A directory inside of `directory` to write into; it is gone at the end of the block.
+
+    So are those that killed processes left there, which hold no lock any more.
+    """
     made = not directory.exists()
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        inner = Path(tempfile.mkdtemp(prefix=".saving-", dir=directory))
+        for left in directory.glob(f"{_DRAFT}*"):
+            if (lock := _locked(left)) is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
+        inner = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=directory))
+    lock = _locked(inner)
     try:
         yield inner
     finally:
         shutil.rmtree(inner, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
         if made and not any(directory.iterdir()):  # nothing was published
             directory.rmdir()
 
@@ -124,6 +136,12 @@ def draft(directory: Path) -> Generator[Path]:
 def publish(inner: Path, last: str = "") -> None:
     """Moves the files of a draft to where they belong, the one called `last` after the others."""
     files = sorted(inner.iterdir(), key=lambda path: (path.name == last, path.name))
+    for name in (file.name for file in files):
+        if (inner.parent / name).is_dir():
+            raise WeightsError(
+                f"{inner.parent / name}: is a directory, and a file of that name is to be written. "
+                f"Remove it, or choose another directory: 0 of {len(files)} files were written."
+            )
     for file in files:
         with writing(inner.parent / file.name):
             file.replace(inner.parent / file.name)
@@ -139,9 +157,29 @@ def check_space(directory: Path, needed: int) -> None:
         )
 
 
+def _locked(directory: Path) -> int | None:
+    """A lock on a directory, let go of when it is closed or the process ends; None if another has
+    it.
+    """
+    try:
+        opened = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # held by another, or no such thing on this file system
+        os.close(opened)
+        return None
+    return opened
+
+
 def _existing(path: Path) -> Path:
-    absolute = path.absolute()
-    return next(p for p in (absolute, *absolute.parents) if p.exists())
+    """The part of a path that is there."""
+    for part in (absolute := path.absolute(), *absolute.parents):
+        with suppress(OSError):  # a name that is too long, say
+            if part.exists():
+                return part
+    return absolute
 
 
 def _megabytes(size: int) -> str:
