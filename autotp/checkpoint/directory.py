@@ -5,8 +5,7 @@ pytorch_model.bin and its index.
 """
 
 import json
-import pickle
-import zipfile
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ __all__ = ["INDEX", "SINGLE", "Checkpoint", "read_json"]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
+_ZIP: Final = b"PK\x03\x04"  # how files of torch.save begin
 _NAMES: Final = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -79,7 +79,7 @@ def read_json(path: Path, what: str) -> Any:  # noqa: ANN401  whatever the file 
     """The JSON of a file; WeightsError where it cannot be read. `what` names it in the advice."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: cannot be read: {error}. Restore {what}.") from error
 
 
@@ -107,6 +107,12 @@ def _listed(index: Path) -> list[Path]:
     if not isinstance(where, dict) or not where:
         raise WeightsError(f"{index}: has no weight_map. Restore the checkpoint's own index.")
     mapped = cast("dict[str, str]", where)
+    for tensor, name in cast("dict[str, object]", where).items():
+        if not isinstance(name, str):
+            raise WeightsError(
+                f"{index}: names {name!r} as the file of {tensor}. Restore the checkpoint's own "
+                "index."
+            )
     files = [index.parent / name for name in sorted(set(mapped.values()))]
     for file in files:
         if file.parent.resolve() != index.parent.resolve():
@@ -141,17 +147,37 @@ def _tensors(file: Path, opened: list[File]) -> Iterable[tuple[str, Stored]]:
 
 
 def _unpickled(file: Path) -> list[tuple[str, Stored]]:
+    with file.open("rb") as opened:
+        mapped = opened.read(len(_ZIP)) == _ZIP  # older files cannot be, and are read whole
     try:
-        # the older form of torch.save, which is no archive, cannot be mapped
-        mapped = zipfile.is_zipfile(file)
         found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    except (RuntimeError, OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).strip().partition("\n")[0]
+    # a damaged file makes torch, and what it unpickles, raise errors of any kind
+    except Exception as error:
         raise WeightsError(
-            f"{file}: cannot be read as plain weights (weights_only): {reason}. Save the model "
-            "again as safetensors, on a machine where you trust this file."
+            f"{file}: cannot be read as plain weights (weights_only): {_reason(error)}. Download "
+            "it again; if it is whole, save the model as safetensors, on a machine where you trust "
+            "this file."
         ) from error
     if not isinstance(found, dict):
         raise WeightsError(f"{file}: holds a {type(found).__name__}, no tensors by name.")
-    tensors = cast("dict[str, object]", found)
-    return [(n, Pickled(file, n, t)) for n, t in tensors.items() if isinstance(t, torch.Tensor)]
+    tensors = {
+        name: tensor
+        for name, tensor in cast("dict[str, object]", found).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_meta:
+            kind = "on meta, without values" if tensor.is_meta else f"of layout {tensor.layout}"
+            raise WeightsError(
+                f"tensor {name} of {file}: is {kind}, and parameters are plain tensors. Save the "
+                "model's own state_dict()."
+            )
+    return [(name, Pickled(file, name, tensor.detach())) for name, tensor in tensors.items()]
+
+
+def _reason(error: Exception) -> str:
+    """What torch says of a file that it does not read, without its advice to trust it."""
+    text = str(error).strip()
+    unsafe = re.search(r"WeightsUnpickler error: (.+)", text)
+    line = unsafe[1] if unsafe else text.partition("\n")[0]
+    return f"{type(error).__name__}: {line.partition('. ')[0].rstrip('.') or 'it ends too early'}"

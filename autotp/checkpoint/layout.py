@@ -70,9 +70,16 @@ def read_header(path: Path) -> dict[str, Entry]:
         rows = _parsed(path, file.read(length))
     begin = 8 + length
     entries = {name: _entry(path, name, row, begin) for name, row in rows.items()}
-    end = max((entry.stop for entry in entries.values()), default=begin)
+    last, end = None, begin
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != end:
+            what = f"that of {last.name} ends" if last else "the header ends"
+            raise WeightsError(
+                f"{path}: tensor {entry.name}: its bytes begin at {entry.start}, and {what} at "
+                f"{end}: all bytes belong to one tensor each. {_AGAIN}"
+            )
+        last, end = entry, entry.stop
     if end != size:
-        last = max(entries.values(), key=lambda entry: entry.stop, default=None)
         told = f" (its last tensor is {last.name})" if last else ""
         raise WeightsError(
             f"{path}: has {size} bytes, but its header tells of {end}{told}. {_AGAIN}"
@@ -113,7 +120,7 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
 def _parsed(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
     try:
         rows: object = json.loads(text)
-    except ValueError as error:  # of JSON or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         raise WeightsError(
             f"{path}: its header of {len(text)} bytes is no JSON ({error}). {_AGAIN}"
         ) from error
@@ -125,11 +132,12 @@ def _parsed(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
 
 def _entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
     try:
-        dtype, shape = DTYPES.get(row["dtype"]), tuple(map(int, row["shape"]))
-        start, stop = row["data_offsets"]
+        dtype, shape = DTYPES.get(row["dtype"]), tuple(map(_size, row["shape"]))
+        start, stop = map(_size, row["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
-            f"{path}: tensor {name}: its entry lacks dtype, shape or two offsets. {_AGAIN}"
+            f"{path}: tensor {name}: its entry lacks dtype, shape or two offsets, or has others "
+            f"than whole numbers from 0. {_AGAIN}"
         ) from error
     if dtype is None:
         raise WeightsError(
@@ -143,3 +151,10 @@ def _entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
             f"entry has {stop - start}. {_AGAIN}"
         )
     return Entry(name, dtype, shape, begin + start, begin + stop)
+
+
+def _size(number: object) -> int:
+    """A size or a place in a file; ValueError for anything else."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(number)
+    return number

@@ -45,7 +45,7 @@ def texts(group: Group, text: str, what: str = "telling the others") -> list[str
     """What each rank of the group says, by rank; alone, only one's own."""
     if not exists(group.name):
         return [text]
-    data = text.encode()
+    data = text.encode(errors="backslashreplace")  # of a path, say, that is no UTF-8
     sizes = rows(group, torch.tensor([len(data)]), what).flatten().tolist()
     if max(sizes) == 0:
         return [""] * group.size
