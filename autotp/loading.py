@@ -1,15 +1,16 @@
 """From a directory to one rank's model: planned on meta, then filled with the rank's slices."""
 
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Final, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.checkpoint.directory import Checkpoint
+from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.hollow import fill_buffers, hollow
 from autotp.checkpoint.incoming import incoming, mark_used
 from autotp.checkpoint.parts import PLAN, Manifest, check_part, is_sharded, part_of
@@ -20,7 +21,7 @@ from autotp.checkpoint.stored import Stored
 from autotp.core.plan import Plan
 from autotp.errors import PlanError
 from autotp.models import config_fields
-from autotp.options import Keywords, check_rank
+from autotp.options import Keywords, Options, check_rank
 from autotp.pipeline import planned, watched
 from autotp.run.accord import agree_weights
 from autotp.run.exchange import as_one
@@ -29,6 +30,36 @@ from autotp.run.heap import give_back
 from autotp.run.model import ShardedModel
 
 __all__ = ["from_pretrained", "opened", "prepared", "stored_dtype"]
+
+
+_ADAPTER: Final = "adapter_config.json"
+_NO_HUB: Final = "Nothing is downloaded: give a directory, such as hf download leaves."
+_ALL: Final = "Leave it out: each rank's slices go straight into its parameters."
+_NO_VALUES: Final = "Leave it out: what is missing or does not fit is an error."
+_INSTEAD: Final[Mapping[str, str]] = {
+    "torch_dtype": "Write dtype=.",
+    "device_map": "Write device=, or leave it out: ranks choose their own.",
+    "tp_plan": "Leave it out: the plan is found; overrides= changes it.",
+    "tp_size": "Write tp=.",
+    "device_mesh": "Write mesh=.",
+    "subfolder": 'Give the directory itself: Path(directory, "subfolder").',
+    "variant": "Put the files wanted alone into a directory, without the variant in their names.",
+    "use_safetensors": "Leave it out: safetensors are read where they are.",
+    "weights_only": "Leave it out: nothing else is read.",
+    "quantization_config": "Weights are not quantised here; dequantize=True undoes a quantisation.",
+    "config": "Write what it says into the directory's config.json.",
+    "state_dict": "Load it into the whole model and call parallelize().",
+    "adapter_kwargs": "Merge adapters before: merge_and_unload().",
+    "low_cpu_mem_usage": _ALL,
+    "max_memory": _ALL,
+    "offload_folder": _ALL,
+    "offload_buffers": _ALL,
+    "output_loading_info": _NO_VALUES,
+    "ignore_mismatched_sizes": _NO_VALUES,
+    **dict.fromkeys(
+        ("token", "cache_dir", "force_download", "local_files_only", "proxies"), _NO_HUB
+    ),
+}
 
 
 class _Ways(TypedDict):
@@ -77,9 +108,10 @@ def from_pretrained(
     are missing, unknown, cut short, of another shape or kind, quantised, or NaN.
     """
     check_rank(rank)
-    where = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
-    if device is not None:
-        where = Group(where.name, where.size, where.rank, torch.device(device))
+    here = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
+    with as_one(here, "checking the options"):
+        _check_keywords(options)
+        where = here if device is None else _place(here, device)
     path = Path(directory)
     ways: _Ways = {
         "attn_implementation": attn_implementation,
@@ -153,9 +185,45 @@ def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, An
             f"{directory}: is no directory. Give one with config.json and weights; a model of the "
             f"hub is downloaded first: hf download {directory} --local-dir DIRECTORY."
         )
+    _refuse_adapter(directory)
     fields = config_fields(directory)
     quantiser = quantiser_of(directory, fields, dequantise=dequantize)
     return Checkpoint.open(directory, fields.get("transformers_weights")), quantiser
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """Refuses a directory with an adapter, which Transformers would put on the model."""
+    if (directory / _ADAPTER).is_file():
+        found: object = read_json(directory / _ADAPTER, "the adapter's own configuration")
+        told = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+        raise PlanError(
+            f"{directory}: holds an adapter ({_ADAPTER}, for "
+            f"{told.get('base_model_name_or_path') or 'the model beside it'}), of which 0 weights "
+            "would be read. Load it with peft, call merge_and_unload(), save the whole model with "
+            f"save_pretrained and load that; or remove {_ADAPTER} to load the model without it."
+        )
+
+
+def _place(where: Group, device: torch.device | str) -> Group:
+    """The group's rank with its parameters on `device`; PlanError where nothing can be there."""
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise PlanError(
+            f"device is {device!r}: weights cannot be put there: {reason}. Give one such as 'cpu' "
+            "or 'cuda:0', or None for where the group's tensors belong."
+        ) from error
+    return Group(where.name, where.size, where.rank, place)
+
+
+def _check_keywords(options: Keywords) -> None:
+    """Refuses keywords that Transformers knows and this does not, with what takes their place."""
+    for name in options:
+        if name in _INSTEAD:
+            raise PlanError(f"option {name!r}: is Transformers' own. {_INSTEAD[name]}")
+    Options.of(**options)
 
 
 def prepared(

@@ -99,7 +99,7 @@ def config_fields(directory: Path) -> dict[str, Any]:
         fields: object = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PlanError(f"{directory}: it has no config.json. MODEL is {_SPECS}.") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError) as error:
         raise PlanError(f"{path}: cannot be read: {error}.") from error
     except json.JSONDecodeError as error:
         at = f"line {error.lineno} column {error.colno}"
@@ -123,8 +123,11 @@ def _fault(fields: object) -> str:
     items = cast("Mapping[str, object]", fields)
     if "model_type" not in items:
         return "missing key 'model_type'"
-    if not items.get("architectures"):
+    names = items.get("architectures")
+    if not names:
         return "missing key 'architectures', which names the model's class"
+    if not isinstance(names, list) or not isinstance(cast("list[object]", names)[0], str):
+        return f"'architectures' is {names!r}, and should be a list of one class's name"
     return ""
 
 

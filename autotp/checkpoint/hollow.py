@@ -48,9 +48,7 @@ def hollow(
     options: dict[str, Any] = {"dtype": chosen}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    safe = getattr(transformers_module("initialization"), "meta_device_safe_creation_ops", None)
-    with torch.device("meta"), safe() if safe else nullcontext():
-        model: nn.Module = cls._from_config(config, **options)
+    model = _built(directory, cls, config, options)
     config.name_or_path = str(directory)
     _keep_precise(model, chosen)
     _take_generation_config(cast("Any", model), directory)
@@ -97,13 +95,29 @@ def hollow_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> No
                 setattr(module, key, made[id(old)])
 
 
+def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:  # noqa: ANN401
+    """The model of a class and a configuration on meta; PlanError where its code refuses them."""
+    safe = getattr(transformers_module("initialization"), "meta_device_safe_creation_ops", None)
+    try:
+        with torch.device("meta"), safe() if safe else nullcontext():
+            return cls._from_config(config, **options)
+    # whatever a model's own code raises becomes the reason in our message
+    except Exception as error:
+        asked = "".join(f" with {name}={value!r}" for name, value in options.items())
+        raise PlanError(
+            f"{directory}: {cls.__name__} cannot be built from config.json, of model_type "
+            f"{config.model_type!r},{asked}: {type(error).__name__}: {error}. Restore the model's "
+            "own config.json, or give another attn_implementation."
+        ) from error
+
+
 def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None) -> Any:  # noqa: ANN401  a transformers configuration
     auto = transformers_module("models.auto.configuration_auto")
     kind = fields["model_type"]
     if kind not in auto.CONFIG_MAPPING and not trusted:
         raise PlanError(
-            f"{directory}: model_type {kind!r} is not among the {len(auto.CONFIG_MAPPING)} of "
-            "Transformers. Pass trust_remote_code=True if the directory brings its own code and "
+            f"{directory}: model_type {kind!r} is not among the {len(auto.CONFIG_MAPPING.keys())} "
+            "of Transformers. Pass trust_remote_code=True if the directory brings its own code and "
             "you trust it, or update Transformers."
         )
     try:
@@ -125,7 +139,12 @@ def _class_of(
         dynamic = transformers_module("dynamic_module_utils")
         return dynamic.get_class_from_dynamic_module(own, str(directory), revision=revision)
     library = transformers_module()
-    cls = getattr(library, name, None)
+    cls: object = getattr(library, name, None)
+    if cls is not None and not hasattr(cls, "_from_config"):
+        raise PlanError(
+            f"{directory}: architecture {name!r} is no class of models in Transformers, but a "
+            f"{type(cls).__name__}. Set config.architectures to the class that was saved."
+        )
     if cls is None:
         what = "pass trust_remote_code=True if you trust the code there" if own else "update it"
         raise PlanError(
@@ -165,7 +184,15 @@ def _keep_precise(model: nn.Module, dtype: torch.dtype) -> None:
 def _take_generation_config(model: Any, directory: Path) -> None:  # noqa: ANN401
     if model.can_generate() and (directory / "generation_config.json").is_file():
         generation = transformers_module("generation")
-        model.generation_config = generation.GenerationConfig.from_pretrained(str(directory))
+        try:
+            model.generation_config = generation.GenerationConfig.from_pretrained(str(directory))
+        # transformers raises whatever reading and its validators raise
+        except Exception as error:
+            raise PlanError(
+                f"{directory}/generation_config.json: Transformers refuses it: "
+                f"{type(error).__name__}: {error}. Restore the model's own, or remove it: "
+                "generate() then follows config.json."
+            ) from error
 
 
 def _refuse_attributes(model: nn.Module) -> None:

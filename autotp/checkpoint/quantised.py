@@ -38,7 +38,7 @@ def quantiser_of(where: object, fields: Mapping[str, Any], *, dequantise: bool =
     """
     for part in (fields, *(value for value in fields.values() if isinstance(value, Mapping))):
         if found := cast("Mapping[str, Any]", part).get("quantization_config"):
-            if dequantise:
+            if dequantise and isinstance(found, Mapping):
                 return _quantiser(where, found)
             raise WeightsError(
                 f"{where}: is quantised ({_method(found)}), and tensor parallelism of packed "
@@ -110,7 +110,9 @@ def _quantiser(where: object, found: Mapping[str, Any]) -> Any:  # noqa: ANN401
     return made
 
 
-def _method(found: Mapping[str, Any]) -> str:
+def _method(found: Any) -> str:  # noqa: ANN401  what a configuration holds
+    if not isinstance(found, Mapping):
+        return repr(found)
     kind = found.get("quant_method") or found.get("quant_type")
     if kind is None and found.get("load_in_4bit"):
         kind = "4 bit"
