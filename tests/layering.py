@@ -62,7 +62,11 @@ PARTS = {
 # what core may not import from outside
 NOT_IN_CORE = {"torch", "transformers", "rich", "scipy"}
 # optional extras, and what differs between torch versions
-LAZY = {("models.py", "transformers"), ("generation.py", "transformers")}
+LAZY = {
+    ("models.py", "transformers"),
+    ("generation.py", "transformers"),
+    ("checkpoint/outgoing.py", "huggingface_hub"),
+}
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BANNED_CLASSES = re.compile(r"(Manager|Context|Helper|Utils?)$")
 FAMILIES = re.compile(
