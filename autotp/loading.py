@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.hollow import fill_buffers, hollow
 from autotp.checkpoint.incoming import incoming, mark_used
-from autotp.checkpoint.parts import PLAN, Manifest, check_part, is_sharded, part_of
+from autotp.checkpoint.parts import PLAN, Manifest, check_parts, is_sharded, part_of
 from autotp.checkpoint.quantised import quantiser_of
 from autotp.checkpoint.reading import empty_shards, part, read_buffers, read_shards, untie
 from autotp.checkpoint.sample import samples
@@ -150,26 +150,33 @@ def _from_parts(
 ) -> ShardedModel:
     """One rank's model from the file that `autotp shard` wrote for it."""
     with as_one(where, "opening the checkpoint"):
-        _check_own(path, options)
         checkpoint, manifest = part_of(path, where.size, where.rank), Manifest.read(path)
+        _check_own(path, options, dtype, manifest)
         options["plan"] = Plan.from_json(path / PLAN)
     with checkpoint:
         with as_one(where, "building the model"):
-            model = hollow(path, dtype=dtype or manifest.torch_dtype(), **ways)
+            model = hollow(path, dtype=manifest.torch_dtype(), **ways)
             part(model, list(manifest.untied))
             mark_used(model, manifest.keys)
             fill_buffers(model, read_buffers(model, checkpoint.tensors))
         sharded = _empty(where, model, **options)
         give_back()
         with as_one(where, "reading weights"):
-            for name, record in sharded.sharded_state.plan.parameters.items():
-                check_part(record, checkpoint.tensors[name], where.rank)
+            check_parts(sharded.sharded_state.plan, checkpoint, where.rank)
             read_shards(sharded, checkpoint.tensors, where, local=True)
     _agree_whole(sharded, where)
     return sharded
 
 
-def _check_own(path: Path, options: Keywords) -> None:
+def _check_own(
+    path: Path, options: Keywords, dtype: torch.dtype | str | None, manifest: Manifest
+) -> None:
+    """Refuses what would need another cut than the one in a directory."""
+    if dtype not in (None, "auto", manifest.dtype, manifest.torch_dtype()):
+        raise PlanError(
+            f"{path}: was cut in {manifest.dtype}, and dtype is {dtype!r}. Leave it out, or cut "
+            "the checkpoint again with that dtype."
+        )
     for name in ("plan", "overrides"):
         if options.get(name):
             raise PlanError(

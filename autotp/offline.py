@@ -24,6 +24,8 @@ from autotp.checkpoint.parts import (
     PLAN,
     Manifest,
     Progress,
+    check_files,
+    check_parts,
     copy_beside,
     entries_of,
     part_of,
@@ -35,6 +37,7 @@ from autotp.checkpoint.quantised import without_quantisation
 from autotp.checkpoint.reading import part, read_buffers, read_local, shown
 from autotp.checkpoint.stored import Stored
 from autotp.checkpoint.writing import Writer, check_space, writing
+from autotp.constraints import followed
 from autotp.core.plan import Plan
 from autotp.core.split import Split
 from autotp.errors import PlanError
@@ -44,6 +47,7 @@ from autotp.options import Keywords
 from autotp.pipeline import planned
 from autotp.run.blocks import join
 from autotp.run.group import resolve
+from autotp.whole import whole_of
 
 __all__ = ["merge", "shard"]
 
@@ -68,6 +72,7 @@ def shard(
     Raises as `from_pretrained` does; WeightsError if `output` holds another conversion.
     """
     source, target = Path(directory), Path(output)
+    _check_apart(source, target)
     opening, quantiser = opened(source, dequantize=dequantize)
     with opening as checkpoint:
         found = stored_dtype(checkpoint)
@@ -111,10 +116,15 @@ def merge(
     source, target = Path(directory), Path(output)
     manifest = Manifest.read(source)
     plan = Plan.from_json(source / PLAN)
+    _check_apart(source, target)
+    check_files(source, manifest)
     with ExitStack() as stack:
         ranks = [stack.enter_context(part_of(source, plan.tp, r)) for r in range(plan.tp)]
         model = hollow(source, dtype=manifest.torch_dtype(), trust_remote_code=trust_remote_code)
         part(model, list(manifest.untied))
+        followed(plan, whole_of(model), plan.tp, training=plan.training)
+        for rank, own in enumerate(ranks):
+            check_parts(plan, own, rank)
         mark_used(model, manifest.keys)
         fill_buffers(model, read_buffers(model, ranks[0].tensors))
         saved = outgoing(model, max_shard_size)
@@ -126,6 +136,14 @@ def merge(
         text = json.dumps(saved.index, indent=2, sort_keys=True) + "\n"
         write_text(target / saved.index_name, text)
     (target / f"{MANIFEST}.part").unlink(missing_ok=True)
+
+
+def _check_apart(source: Path, target: Path) -> None:
+    if target.exists() and source.exists() and target.samefile(source):
+        raise PlanError(
+            f"{target}: is the directory that is read. Choose another to write into: both hold a "
+            "config.json of their own."
+        )
 
 
 def _cut(

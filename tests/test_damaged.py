@@ -1,17 +1,20 @@
 """Checkpoints that are damaged, of an older format, or beside something else: read, or told why."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import autotp
+from autotp import offline
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.hollow import fill_buffers
-from autotp.errors import PlanError, WeightsError
+from autotp.errors import AutotpError, PlanError, WeightsError
 from tests.checkpoints import IDS, saved
 
 _NORM = "model.norm.weight"
@@ -167,3 +170,65 @@ class Marked(torch.nn.Module):
 def test_a_mask_without_values_is_named() -> None:
     with pytest.raises(WeightsError, match=r"buffer mask \[3, 3\] of Marked"):
         fill_buffers(Marked(), {})
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that was cut for three ranks."""
+    directory = tmp_path_factory.mktemp("cut")
+    saved("llama", directory / "source")
+    offline.shard(directory / "source", directory / "cut", 3)
+    return directory / "cut"
+
+
+def _flipped(directory: Path) -> None:
+    path = directory / "rank-00001-of-00003.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 64
+    path.write_bytes(data)
+
+
+def _configured(**fields: object) -> Callable[[Path], None]:
+    return lambda directory: configured(directory, **fields)
+
+
+def _noted(**fields: object) -> Callable[[Path], object]:
+    def edit(directory: Path) -> None:
+        path = directory / "shards.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (_flipped, r"rank-00001-of-00003\.safetensors: is not the file of \d+ bytes"),
+        (_configured(num_hidden_layers=1), "parameters are not the 12 of Llama"),
+        (_configured(intermediate_size=32), "parameters are not the 21 of Lla"),
+        (_noted(dtype="odd"), r"is no manifest of shards \(ValueError\('odd'\)\)"),
+        (_noted(files={}), r"rank-00000-of-00003\.safetensors is not in it"),
+    ],
+)
+def test_what_was_cut_is_joined_as_it_was_or_not_at_all(
+    edit: Callable[[Path], object], said: str, cut: Path, tmp_path: Path
+) -> None:
+    """A changed configuration would leave layers out, and nobody would be told."""
+    shutil.copytree(cut, tmp_path / "cut")
+    edit(tmp_path / "cut")
+    with pytest.raises(AutotpError, match=said):
+        offline.merge(tmp_path / "cut", tmp_path / "joined")
+    assert not (tmp_path / "joined" / "model.safetensors").exists()
+
+
+def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="was cut in float32, and dtype is 'bfloat16'"):
+        autotp.from_pretrained(cut, 3, rank=0, dtype="bfloat16")
+    pickled_at = tmp_path / "pickled"
+    pickled_at.mkdir()
+    shutil.copytree(cut.parent / "source", pickled_at, dirs_exist_ok=True)
+    pickled(pickled_at, load_file(pickled_at / "model.safetensors"))
+    before = sorted(pickled_at.iterdir())
+    with pytest.raises(PlanError, match="is the directory that is read"):
+        offline.shard(pickled_at, pickled_at, 2)
+    assert before == sorted(pickled_at.iterdir())

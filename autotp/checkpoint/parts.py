@@ -21,7 +21,7 @@ from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.layout import Entry, laid_out, read_header
 from autotp.checkpoint.stored import File, Stored, Written
 from autotp.checkpoint.writing import Writer, writing
-from autotp.core.plan import ParameterRecord, Plan
+from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
 
 __all__ = [
@@ -29,7 +29,8 @@ __all__ = [
     "PLAN",
     "Manifest",
     "Progress",
-    "check_part",
+    "check_files",
+    "check_parts",
     "copy_beside",
     "entries_of",
     "is_sharded",
@@ -69,7 +70,12 @@ class Manifest:
         try:
             files = {name: (int(size), str(sha)) for name, (size, sha) in fields["files"].items()}
             lists = (tuple(fields["keys"]), tuple(fields["untied"]))
-            return Manifest(int(fields["tp"]), fields["dtype"], fields["job"], *lists, files)
+            made = Manifest(int(fields["tp"]), fields["dtype"], fields["job"], *lists, files)
+            if not isinstance(getattr(torch, made.dtype, None), torch.dtype):
+                raise ValueError(made.dtype)
+            if absent := {rank_file(r, made.tp) for r in range(made.tp)} - files.keys():
+                raise ValueError(f"{min(absent)} is not in it")
+            return made
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"{path}: is no manifest of shards ({error!r}). {_AGAIN}") from error
 
@@ -169,13 +175,30 @@ def part_of(directory: Path, tp: int, rank: int) -> Checkpoint:
     return Checkpoint(directory, (path,), tensors, (file,))
 
 
-def check_part(record: ParameterRecord, stored: Stored, rank: int) -> None:
-    """Refuses a rank's part that is not of the plan's shape."""
-    if stored.shape != record.shards[rank].shape:
-        raise WeightsError(
-            f"{stored.label}: has shape {list(stored.shape)}, and the plan gives rank {rank} "
-            f"{list(record.shards[rank].shape)}. {_AGAIN}"
-        )
+def check_parts(plan: Plan, checkpoint: Checkpoint, rank: int) -> None:
+    """Refuses a rank's file that lacks a part, or has one that is not of the plan's shape."""
+    for name, record in plan.parameters.items():
+        stored = checkpoint.tensors.get(name)
+        if stored is None:
+            raise WeightsError(
+                f"{checkpoint.files[0]}: tensor {name} is missing, of which the plan gives rank "
+                f"{rank} {list(record.shards[rank].shape)}. {_AGAIN}"
+            )
+        if stored.shape != record.shards[rank].shape:
+            raise WeightsError(
+                f"{stored.label}: has shape {list(stored.shape)}, and the plan gives rank {rank} "
+                f"{list(record.shards[rank].shape)}. {_AGAIN}"
+            )
+
+
+def check_files(directory: Path, manifest: Manifest) -> None:
+    """Refuses files that are not, to the last byte, those that were written: all are read."""
+    for name, (size, sha) in manifest.files.items():
+        if not is_whole_file(directory / name, size, sha):
+            raise WeightsError(
+                f"{directory / name}: is not the file of {size} bytes that was written (SHA-256 "
+                f"{sha[:12]}…). {_AGAIN}"
+            )
 
 
 def write_text(path: Path, text: str) -> None:
