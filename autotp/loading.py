@@ -19,12 +19,12 @@ from autotp.checkpoint.reading import empty_shards, part, read_buffers, read_sha
 from autotp.checkpoint.sample import samples
 from autotp.checkpoint.stored import Stored
 from autotp.core.plan import Plan
-from autotp.errors import PlanError
+from autotp.errors import PlanError, WeightsError
 from autotp.models import config_fields
 from autotp.options import Keywords, Options, check_rank
 from autotp.pipeline import planned, watched
 from autotp.run.accord import agree_weights
-from autotp.run.exchange import as_one
+from autotp.run.exchange import as_one, texts
 from autotp.run.group import Group, resolve
 from autotp.run.heap import give_back
 from autotp.run.model import ShardedModel
@@ -119,6 +119,7 @@ def from_pretrained(
         "revision": revision,
     }
     options.setdefault("training", False)
+    _agree_kind(path, where)
     if is_sharded(path):
         return watched(_from_parts(path, where, dtype, ways, options), where, debug=debug)
     with as_one(where, "opening the checkpoint"):
@@ -134,6 +135,18 @@ def from_pretrained(
             read_shards(sharded, tensors, where)
     _agree_whole(sharded, where)
     return watched(sharded, where, debug=debug)
+
+
+def _agree_kind(path: Path, where: Group) -> None:
+    """Raises WeightsError on every rank if some were given a cut checkpoint, and others a whole."""
+    kinds = texts(where, "cut" if is_sharded(path) else "whole", "opening the checkpoint")
+    if len(set(kinds)) > 1:
+        cut = [rank for rank, kind in enumerate(kinds) if kind == "cut"]
+        raise WeightsError(
+            f"the checkpoint is not of one kind on all {len(kinds)} ranks: ranks {cut} were given "
+            "a directory that autotp shard wrote, the others a whole one. Give every rank the same "
+            "directory."
+        )
 
 
 def _agree_whole(model: ShardedModel, where: Group) -> None:

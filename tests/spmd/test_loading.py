@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import autotp
+from autotp import offline
 from autotp.checkpoint.writing import draft
 from autotp.errors import AutotpError
 from tests.checkpoints import FAULTS, IDS, saved
@@ -146,6 +147,22 @@ def test_a_full_disk_leaves_what_was_there(pool: Pools, tmp_path: Path) -> None:
 
     assert "cannot be written" in found[1]
     assert before == contents(target)
+
+
+def mixed(rank: int, world: int, directories: list[str]) -> str:
+    """The error of a rank that is given a directory of its own."""
+    return refused(rank, world, directories[rank])
+
+
+def test_ranks_with_a_cut_and_a_whole_checkpoint_are_told(pool: Pools, tmp_path: Path) -> None:
+    """They would go different ways, and wait for each other."""
+    saved("llama", tmp_path / "whole")
+    offline.shard(tmp_path / "whole", tmp_path / "cut", 2)
+    directories = [str(tmp_path / "whole"), str(tmp_path / "cut")]
+    first, second = pool(2).run(mixed, directories, timeout=60)
+
+    assert first == second
+    assert r"not of one kind on all 2 ranks: ranks [1] were given" in first
 
 
 def unsavable(rank: int, world: int, directory: str, targets: list[str]) -> list[str]:
