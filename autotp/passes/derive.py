@@ -11,7 +11,7 @@ from autotp.core.rule import NodeRule
 from autotp.errors import RuleError
 from autotp.passes.derive_call import Builder, Call, notation
 from autotp.passes.derive_grouped import grouped_product
-from autotp.passes.derive_lookup import index, lookup, table
+from autotp.passes.derive_lookup import assign, index, lookup, table
 from autotp.passes.derive_named import along, constant, like, trailing, whole
 from autotp.passes.derive_piece import (
     concatenate,
@@ -54,6 +54,7 @@ def _fits(call: Call, rule: NodeRule) -> bool:
 
 RULES: Mapping[str, Builder] = {
     "along": along,
+    "assign": assign,
     "attention": attention,
     "channels": channels,
     "concatenate": concatenate,

@@ -10,7 +10,7 @@ from autotp.core.notation import parse
 from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
 from autotp.passes.derive_call import Call, notation, position, renumbered
 
-__all__ = ["index", "lookup", "table"]
+__all__ = ["assign", "index", "lookup", "table"]
 
 _TABLE = parse("v h, ... -> ... h")
 
@@ -35,10 +35,8 @@ def index(call: Call) -> NodeRule | None:
     dims stands for as many of them: it has no rule.
     """
     listed = cast("list[Any]", call.arguments["indices"])
-    if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
-        return None
-    used = [k for k, item in enumerate(listed) if item is not None]
-    if not used or used != list(range(used[0], used[-1] + 1)):
+    used = _indexed_dims(listed)
+    if not used:
         return None
     source = call.operands[0]
     rank = len(call.sizes[0]) - (len(source) - len(used))
@@ -59,6 +57,43 @@ def index(call: Call) -> NodeRule | None:
     ]
     emit = "lookup" if table else ""
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=emit)
+
+
+def assign(call: Call) -> NodeRule | None:
+    """`x[:, i, j] = y`: the indexed dims are whole; the others pass, where `y` has them too.
+
+    `y` is broadcast to what the indices choose. Which of its values stays where an index repeats
+    may differ from rank to rank, so that parts of a sum are sums again only if they are added up.
+    """
+    used = _indexed_dims(cast("list[Any]", call.arguments["indices"]))
+    if not used:
+        return None
+    source, *indices, written = call.operands
+    chosen = len(source) - len(used) + max(map(len, indices))  # how many dims the indices choose
+    factors = [Factor("whole", source[k], ((0, k), (~0, k))) for k in used if source[k]]
+    results, places = list(source), set[int]()
+    for i in (i for i in range(len(source)) if i not in used):
+        j = i if i < used[0] else i + chosen - len(source)
+        at = j + len(written) - chosen
+        places.add(at)
+        if at < 0 or call.forest.size(written[at]).static == 1:  # broadcast
+            factors += [Factor("pass", source[i], ((0, i), (~0, i)))] if source[i] else []
+        else:
+            results[i], made = _passing(call, i, [(0, i), (len(indices) + 1, at)])
+            factors += made
+    others = [(k + 1, i, d) for k, dims in enumerate(indices) for i, d in enumerate(dims)]
+    others += [(len(indices) + 1, i, d) for i, d in enumerate(written) if i not in places]
+    factors += [Factor("whole", d, ((k, i),)) for k, i, d in others if d]
+    linear = (frozenset({0, len(indices) + 1}),) if call.arguments.get("accumulate") else ()
+    return NodeRule(tuple(factors), (tuple(results),), linear=linear)
+
+
+def _indexed_dims(listed: list[Any]) -> list[int]:
+    """The dims for which indices stand; none if they are apart, or a mask stands for several."""
+    if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
+        return []
+    used = [k for k, item in enumerate(listed) if item is not None]
+    return used if used and used == list(range(used[0], used[-1] + 1)) else []
 
 
 def _indexed(dim: Dim, at: int, bounds: str, *, table: bool) -> Factor:

@@ -89,6 +89,23 @@ def test_the_words_are_the_whole_models(pool: Pools) -> None:
         assert not [kind for kind in kinds if "logits_to_keep=" in kind.replace("=1", "")]
 
 
+def windowed(model: Any) -> list[list[int]]:
+    """Words that begin before a fixed window is full, fill it, and go on: a graph each."""
+    return model.generate(prompt(2, 4), **{**PLAIN, **STATIC}).tolist()
+
+
+def told_windowed(rank: int, world: int) -> list[list[int]]:
+    model: Any = autotp.parallelize(
+        whole("window", SIZES), example_inputs={"input_ids": prompt(2, 7)}
+    )
+    return windowed(model)
+
+
+def test_a_window_of_a_fixed_size_fills_and_goes_on(pool: Pools) -> None:
+    expected = windowed(whole("window", SIZES))
+    assert [expected, expected] == pool(2).run(told_windowed)
+
+
 def outputs(model: Any) -> dict[str, list[Tensor]]:
     """All that generate() can be asked to give beside the words."""
     asked = ("return_dict_in_generate", "output_scores", "output_logits")
