@@ -208,7 +208,7 @@ def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) ->
     leaves = list(state.leaves)
     for i, path in enumerate(state.spec.paths()):
         record = records.get(prefix + path)
-        if record is not None and record.dim is not None:
+        if record is not None and record.dim is not None and record.dim < leaves[i].dim():
             shape = list(leaves[i].shape)
             shape[record.dim] = record.size
             leaves[i] = leaves[i].new_zeros(shape)

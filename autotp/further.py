@@ -72,7 +72,9 @@ class Further:
         options = replace(self.options, plan=self.plan, training=self.plan.training)
         asked = Asking(self.bare, options, given, self.caches, self.where, self.device)
         found = self.answer(asked)
-        self.caches.update(found.plan.caches)
+        # of a tensor that was empty nothing is known: another class of cache may fill that path
+        known = {path: record for path, record in found.plan.caches.items() if record.bytes}
+        self.caches = known | self.caches
         add_variant(sharded, found.key, found.program, found.layers, found.plan)
         del found
         give_back()

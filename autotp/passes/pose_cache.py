@@ -57,7 +57,9 @@ class Caches:
     def _as_before(self, path: str, value: Value, domain: Sequence[Placement]) -> list[Placement]:
         """What of `domain` is left where calls before this one have left the tensor somehow."""
         record = self.terms.caches.get(path)
-        if record is None:
+        # another class of cache may keep another tensor at that path
+        rank = len(self.analysis.dims[value])
+        if record is None or (record.dim is not None and record.dim >= rank):
             return list(domain)
         left = [p for p in domain if self._cut(p, value) == (record.dim, record.split)]
         if not left:

@@ -20,6 +20,7 @@ Pools = Callable[[int], Pool]
 SIZES = {"num_hidden_layers": 1}
 PLAIN = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
 STATIC = {"cache_implementation": "static"}
+QUANTISED = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
 
 
 def no_sevens(ids: Tensor, scores: Tensor) -> Tensor:
@@ -44,6 +45,8 @@ def drafted(model: Any) -> dict[str, Any]:
 
 
 WAYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
+    # keeps another tensor at the path where others keep their keys
+    "quantised": lambda _: {"input_ids": prompt(2, 7)} | QUANTISED,
     "static": lambda _: {"input_ids": prompt(2, 7)} | STATIC,
     "static, left-padded": lambda _: padded() | STATIC,
     "static, beams": lambda _: {"input_ids": prompt(2, 7), "num_beams": 3} | STATIC,
