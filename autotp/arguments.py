@@ -102,7 +102,7 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_count, default=64, metavar="N", help=most)
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn")
     drawn = "draw words at this temperature (default 0: the likeliest)"
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help=drawn)
+    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help=drawn)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
     _add_reduce_dtype(parser)
@@ -189,6 +189,16 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from error
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no time to wait; give seconds above 0")
+    return number
+
+
+def _temperature(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from error
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no temperature; give 0 or a number above 0")
     return number
 
 

@@ -1,6 +1,7 @@
 """Text from a directory: the prompt in, words out as they come, and how fast they came."""
 
 import importlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -94,6 +95,22 @@ def check(wanted: Wanted) -> None:
     named = ("tokenizer*", "vocab*", "*.model", "spiece*")
     if not wanted.ids and not any(f for name in named for f in directory.glob(name)):
         raise PlanError(f"{directory}: it has no tokenizer's files. {_NUMBERS}")
+    count = _words_of(directory)
+    if count is not None and (odd := [i for i in wanted.ids if not 0 <= i < count]):
+        raise PlanError(
+            f"{directory}: {odd[0]} is none of its {count} words. "
+            f"Give numbers from 0 to {count - 1}."
+        )
+
+
+def _words_of(directory: Path) -> int | None:
+    """How many words the model there has; None where its configuration does not say."""
+    try:
+        config: Any = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        count: Any = {**config, **config.get("text_config", {})}.get("vocab_size")
+    except (ValueError, TypeError, AttributeError):  # who loads it says what is wrong with it
+        return None
+    return count if isinstance(count, int) else None
 
 
 def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:

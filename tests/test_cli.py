@@ -313,6 +313,8 @@ def test_debug_shows_the_traceback(
         (["plan", "gpt2", "--tp", "2", "--override", "mlp"], "'mlp' is not GLOB=LAYOUT"),
         (["dry-run", "gpt2", "--tp", "2"], "required: -o/--output"),
         (["verify", "gpt2", "--tp", "2,x"], "'x' is not a whole number"),
+        (["generate", "d", "--tp", "2", "--temperature", "-1"], "-1 is no temperature"),
+        (["generate", "d", "--tp", "2", "--temperature", "nan"], "nan is no temperature"),
     ],
 )
 def test_misuse_exits_with_2(
@@ -323,6 +325,22 @@ def test_misuse_exits_with_2(
 
     assert 2 == caught.value.code
     assert reason in capsys.readouterr().err
+
+
+def test_words_that_a_model_has_not_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 512}}')
+
+    assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", "--ids", "5,512"])
+    assert "512 is none of its 512 words. Give numbers from 0 to 511" in capsys.readouterr().err
+
+
+def test_more_new_words_than_positions_are_refused_with_the_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert 2 == cli.main(["plan", "gpt2", "--tp", "2", "--new-tokens", "5000"])
+    assert "Ask for at most 1023 new words" in capsys.readouterr().err
 
 
 def test_only_finished_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,9 +61,12 @@ def example_inputs(
     most = positions(model)
     if most and (sequence or 1) + room > most:
         more = f" and {room} new words" if room else ""
+        fewer = f"Give a sequence of at most {most - room}"
+        if room >= most:
+            fewer = f"Ask for at most {most - 1} new words, after a sequence of 1"
         raise PlanError(
             f"{type(model).__name__}: sequence {sequence or 1}{more}, but its config has {most} "
-            f"positions. Give a sequence of at most {most - room}."
+            f"positions. {fewer}."
         )
     longest = min(LONGEST_EXAMPLE, most - room if most else LONGEST_EXAMPLE)
     return _Examples(model, batch, sequence or longest).all(training)
