@@ -607,6 +607,8 @@ def test_no_class_is_refused() -> None:
         ("resize_token_embeddings", (600,), "before"),
         ("set_attn_implementation", ("eager",), "before"),
         ("init_continuous_batching", (), "Use generate"),
+        ("push_to_hub", ("somebody/model",), "then upload the directory"),
+        ("add_adapter", (None,), "left out of all calls"),
         ("half", (), "torch.float32 on cpu, and so is the code"),
     ],
 )
@@ -615,6 +617,14 @@ def test_what_does_not_work_yet_is_refused_before_anything_runs(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         getattr(sharded, method)(*arguments)
+
+
+def test_whole_weights_are_not_loaded_into_parts(sharded: nn.Module) -> None:
+    whole, own = build("llama", num_hidden_layers=1)[0].state_dict(), sharded.state_dict()
+
+    with pytest.raises(PlanError, match="as a whole, .* rank 0 of 2 holds .*from_pretrained"):
+        sharded.load_state_dict(whole)
+    assert "<All keys matched successfully>" == str(sharded.load_state_dict(own))
 
 
 @pytest.fixture(scope="module")

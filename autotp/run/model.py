@@ -31,7 +31,7 @@ from autotp.run.compiled import Compiled
 from autotp.run.generating import generating
 from autotp.run.group import Group
 from autotp.run.layer import Baked, Layer, identity, running
-from autotp.run.refused import refuse_gradients, refuse_to_run, refused
+from autotp.run.refused import refuse_gradients, refuse_to_run, refuse_whole, refused
 from autotp.run.source import source
 from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
 from autotp.run.view import view
@@ -213,6 +213,13 @@ class ShardedModel(Baked):
         if requires_grad and not model.sharded_state.plan.training:
             refuse_gradients(type(model).__name__, "requires_grad_() was called")
         return super().requires_grad_(requires_grad)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:  # noqa: ANN401  as torch's own
+        """Loads what `state_dict()` gave on this rank; PlanError for whole weights."""
+        refuse_whole(self, state_dict)
+        return super().load_state_dict(state_dict, strict, assign)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  as torch's own
         """Makes calls run compiled, by torch.compile with these options; sizes are free.

@@ -1,13 +1,13 @@
 """What a sharded model refuses, in words: calls, and methods of its own that no graph follows."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import nn
 
 from autotp.errors import PlanError
 
-__all__ = ["refuse_gradients", "refuse_to_run", "refused"]
+__all__ = ["refuse_gradients", "refuse_to_run", "refuse_whole", "refused"]
 
 
 def refuse_to_run(model: str, rank: str) -> NoReturn:
@@ -25,6 +25,21 @@ def refuse_gradients(model: str, what: str) -> NoReturn:
         f"{model}: {what}, but the plan has no backward pass. Pass training=True when "
         "parallelizing."
     )
+
+
+def refuse_whole(model: Any, weights: Mapping[str, Any]) -> None:  # noqa: ANN401  a sharded model
+    """Refuses whole weights, in the place of a rank's parts, among those to be loaded."""
+    parts = dict(model.named_parameters(remove_duplicate=False))
+    for record in model.sharded_state.plan.parameters.values():
+        for name in {record.name, *record.tied} & parts.keys() & weights.keys():
+            given, own = tuple(getattr(weights[name], "shape", ())), tuple(parts[name].shape)
+            if given == tuple(record.shape) != own:
+                raise PlanError(
+                    f"{type(model).__name__}: load_state_dict() was given {name} as a whole, "
+                    f"{list(given)}, and {model.sharded_state} holds {list(own)} of it. Load a "
+                    "directory by autotp.from_pretrained, or load the whole model and parallelize "
+                    "that; what state_dict() gave on this rank can be loaded again."
+                )
 
 
 def refused(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -59,8 +74,26 @@ def _batched(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  
     )
 
 
+def _adapted(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+    raise PlanError(
+        f"{type(self).__name__}: {self.sharded_state} runs graphs, which know of no adapter that "
+        "is added to its modules: it would be left out of all calls. Add or load the adapter "
+        "before parallelizing the whole model."
+    )
+
+
+def _pushed(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+    raise PlanError(
+        f"{type(self).__name__}: push_to_hub() on {self.sharded_state}, which holds no more than "
+        "its part. Call save_pretrained(directory) on every rank, then upload the directory."
+    )
+
+
 _METHODS: dict[str, Callable[..., Any]] = {
     "resize_token_embeddings": _resized,
     "set_attn_implementation": _attended,
     "init_continuous_batching": _batched,
+    "add_adapter": _adapted,
+    "load_adapter": _adapted,
+    "push_to_hub": _pushed,
 }
