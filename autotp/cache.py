@@ -189,7 +189,7 @@ def returned(output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401  wha
     known = {id(state): old for state, old in zip(states, olds, strict=False)}
 
     def whole(x: Any) -> Any:  # noqa: ANN401  a leaf, or a flat cache
-        if id(x) not in known:
+        if not _is_flat(x) or id(x) not in known:  # a compiler guards on whose id is asked
             return _whole(x)
         restore(known[id(x)], x)
         return known[id(x)]

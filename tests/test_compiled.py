@@ -104,3 +104,19 @@ def test_a_compiled_model_is_copied_with_its_own_parameters() -> None:
     assert isinstance(twin._compiled_call_impl, Compiled)
     torch.testing.assert_close(model(x), sharded(x))
     torch.testing.assert_close(model[1](model[0].bias), twin(x)[0])
+
+
+def test_an_encoder_s_outputs_are_free_as_well() -> None:
+    """New objects and other sizes with each call of generate: nothing guards on which they are."""
+    model: Any = build("t5", num_layers=1, num_decoder_layers=1)[0]
+    asked = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
+    sharded: Any = autotp.parallelize(model, tp=1, training=False)
+    backend = CompileCounterWithBackend("eager")
+    sharded.compile(fullgraph=True, backend=backend)
+    counted: list[int] = []
+    for batch, length in [(2, 7), (3, 11), (4, 5), (2, 9)]:
+        ids = torch.arange(batch * length).reshape(batch, length) % 500 + 3
+        assert model.generate(ids, **asked).tolist() == sharded.generate(ids, **asked).tolist()
+        counted.append(backend.frame_count)
+
+    assert counted[2] == counted[3] <= 6
