@@ -7,7 +7,7 @@ of rank 0: a rank that ended alone would leave the others waiting.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from autotp.errors import PlanError
 from autotp.run.group import Group, exists
 from autotp.run.lost import waiting
+from autotp.run.variant import CONSTANTS
 
 __all__ = ["generating", "share_draws"]
 
@@ -105,11 +106,26 @@ def _drawn_alike(generate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generate)
     def alike(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
         state = self.sharded_state
+        if state.compare is not None:
+            state.compare(type(self).__name__, "generate()", _asked(args, kwargs))
         if not state.imagined:
             share_draws(state.more.where)
         return generate(self, *args, **kwargs)
 
     return alike
+
+
+def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What can be compared of the arguments of a `generate`: tensors, constants, settings."""
+    named = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
+    found: dict[str, Any] = {}
+    for name, value in named.items():
+        settings = getattr(value, "to_diff_dict", None)
+        if settings is not None:
+            found |= {f"{name}.{field}": str(of) for field, of in settings().items()}
+        elif value is not None and isinstance(value, (torch.Tensor, *CONSTANTS)):
+            found[name] = value  # None: as a streamer, which one rank alone may have
+    return found
 
 
 def _called_alone(get_encoder: Callable[..., Any]) -> Callable[..., Any]:

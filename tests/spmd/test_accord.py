@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 import autotp
 from autotp.errors import AutotpError
@@ -103,20 +104,24 @@ def test_unlike_inputs_are_named(pool: Pools) -> None:
     assert "but rank 1 nothing" in first["one less"]
 
 
-def of_two_lengths(rank: int, world: int) -> tuple[str, str]:
+def of_two_lengths(rank: int, world: int) -> tuple[str, str, str]:
     model: Any = build("llama", num_hidden_layers=1)[0]
     own: Any = autotp.parallelize(model, world, training=False, debug=True)
     asked = {"do_sample": False, "attention_mask": torch.ones_like(IDS)}
     fine = told(lambda: own.generate(IDS, max_new_tokens=4, **asked))
+    settings = GenerationConfig(max_new_tokens=4 + rank, do_sample=False)
+    longer = told(lambda: own.generate(IDS, generation_config=settings))
     cache = own(input_ids=IDS, use_cache=True).past_key_values
     if rank:
         cache.crop(-1)
-    return fine, told(lambda: own(input_ids=IDS[:, :1], past_key_values=cache))
+    return fine, longer, told(lambda: own(input_ids=IDS[:, :1], past_key_values=cache))
 
 
-def test_caches_of_other_lengths_are_named(pool: Pools) -> None:
-    for fine, found in pool(2).run(of_two_lengths):
+def test_caches_and_words_of_other_lengths_are_named(pool: Pools) -> None:
+    for fine, longer, found in pool(2).run(of_two_lengths):
         assert "" == fine
+        assert "'generation_config.max_new_tokens' is not the same on all 2 ranks" in longer
+        assert "rank 0 has 4, but rank 1 5" in longer
         assert found.startswith("GroupError: LlamaForCausalLM: the input 'past_key_values layers.0")
         assert "'past': 4" in found
         assert "but rank 1" in found
