@@ -48,6 +48,7 @@ __all__ = ["capture", "example_inputs", "retarget"]
 
 FREEDOMS = (
     frozenset({"batch", "sequence", "decoder", "past", "kept"}),
+    frozenset({"batch", "sequence", "past", "kept"}),  # a decoder's first word
     frozenset({"batch", "past", "kept"}),
     frozenset({"sequence", "decoder", "past", "kept"}),
     frozenset[str](),
@@ -162,8 +163,7 @@ class _Call:
             quiet(),
             # with symbolic sizes, its keys cost more than what it saves
             config.patch(fake_tensor_cache_enabled=False),
-            # on: regions without would go unseen; off: torch would keep its tensors for good
-            torch.set_grad_enabled(self.gradients),
+            torch.set_grad_enabled(self.gradients),  # only then: torch keeps its tensors for good
             kept,
             unbranched() if self.keeps_state() else nullcontext(),
             branches() as found,
