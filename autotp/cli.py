@@ -248,7 +248,7 @@ def _generate(options: Namespace) -> int:
     words, pace, rank = generated(wanted, options.tp)
     if rank == 0:
         if options.ids and options.json != "-":
-            printed(",".join(map(str, words)))
+            print(",".join(map(str, words)), flush=True)  # one line: a number is not broken
         print(f"autotp: {pace}", file=sys.stderr)
         _write_json(options.json, json.dumps({"ids": words, "pace": encode(pace)}) + "\n")
     return 0

@@ -218,6 +218,14 @@ def test_a_pair_of_bare_parameters_keeps_their_names() -> None:
     assert (("column", ("up",)), ("row", ("down",))) == pair_rows(plan)[0].layouts
 
 
+def test_pairs_that_share_an_axis_keep_their_own_weights() -> None:
+    records = [parameter(f"{name}.weight", (4, 8), 2, "column", 1, "h", 4) for name in ("a", "b")]
+    pairs = [Pair("mlp", "h", 4, (2, 2), (r.name,), (), "h", r.name[:1], True) for r in records]
+    plan = replace(_with(records, pairs[0]), pairs=tuple(pairs))
+
+    assert ["a", "b"] == [row.layouts[0][1][0].split(".")[0] for row in pair_rows(plan)]
+
+
 def _with(records: list, pair: Pair) -> Plan:  # type: ignore[type-arg]
     return replace(
         PLAN, tp=2, pairs=(pair,), parameters={r.name: r for r in records}, collectives=()

@@ -79,18 +79,18 @@ def places(paths: Sequence[str]) -> str:
 def pair_rows(plan: Plan) -> list[PairRow]:
     """One row a distinct pair, in program order."""
     tallies = _tallies(plan)
-    layouts = {pair.axis: _layouts(pair, plan) for pair in plan.pairs}
+    layouts = {pair.openers: _layouts(pair, plan) for pair in plan.pairs}
 
     def alike(pair: Pair) -> Hashable:
         sizes = (pair.role, pair.size, pair.local_sizes, pair.expression, pair.split)
-        return (*sizes, starred(pair.module), layouts[pair.axis], tallies[pair.axis])
+        return (*sizes, starred(pair.module), layouts[pair.openers], tallies[pair.axis])
 
     return [
         PairRow(
             count=len(pairs),
             first=pairs[0],
             path=pattern([pair.module for pair in pairs]),
-            layouts=layouts[pairs[0].axis],
+            layouts=layouts[pairs[0].openers],
             collectives=tallies[pairs[0].axis],
         )
         for pairs in _grouped(plan.pairs, alike)

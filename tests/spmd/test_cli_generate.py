@@ -21,7 +21,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     directory = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(directory)
     ids = torch.tensor([[5, 6, 7, 8]])
-    asked = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    asked = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     return directory, model.generate(ids, **asked)[0, 4:].tolist()
 
 
@@ -30,7 +30,7 @@ def test_the_words_come_from_two_processes(
 ) -> None:
     directory, words = saved
     told = tmp_path / "told.json"
-    asked = ["--ids", "5,6,7,8", "--max-new-tokens", "9", "--json", str(told)]
+    asked = ["--ids", "5,6,7,8", "--max-new-tokens", "40", "--json", str(told)]
     code = cli.main(["generate", str(directory), "--tp", "2", *asked])
     out, err = capfd.readouterr()
 
