@@ -11,8 +11,8 @@ from typing import TypeAlias, cast
 import torch
 from torch import fx
 
-from autotp.core.axis import Atom, Dim, Forest
-from autotp.core.placement import Placement
+from autotp.algebra.axis import Atom, Dim, Forest
+from autotp.algebra.placement import Placement
 from autotp.core.price import Delivered, Prices
 from autotp.core.rule import Discovery, NodeRule, Row
 from autotp.core.strategy import Strategy

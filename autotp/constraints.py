@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from autotp.algebra.axis import Atom
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import Placement
 from autotp.analysis import Analysis, Matching
-from autotp.core.axis import Atom
-from autotp.core.partition import Partition
-from autotp.core.placement import Placement
 from autotp.core.plan import Plan
 from autotp.errors import PlanError
 from autotp.layouts import Layouts, check_layout, overridden

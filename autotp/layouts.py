@@ -15,9 +15,9 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import Placement
 from autotp.analysis import Analysis, Matching, Use, Value
-from autotp.core.partition import Partition
-from autotp.core.placement import Placement
 from autotp.errors import PlanError
 
 __all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]

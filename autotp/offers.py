@@ -9,9 +9,9 @@
 
 from collections.abc import Iterator
 
+from autotp.algebra.axis import Atom, Dim
+from autotp.algebra.partition import Offers, Part, Partition
 from autotp.analysis import Analysis, AxisPair, Matching
-from autotp.core.axis import Atom, Dim
-from autotp.core.partition import Offers, Part, Partition
 
 __all__ = ["factored", "offered"]
 

@@ -14,6 +14,7 @@ from typing import Final, Unpack
 import torch
 from torch import Tensor, nn
 
+from autotp.algebra.split import Split
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.hollow import fill_buffers, hollow
 from autotp.checkpoint.incoming import mark_used
@@ -39,7 +40,6 @@ from autotp.checkpoint.stored import Stored
 from autotp.checkpoint.writing import Writer, check_space, writing
 from autotp.constraints import followed
 from autotp.core.plan import Plan
-from autotp.core.split import Split
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
 from autotp.models import config_fields

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from autotp.core.size import Size
+from autotp.algebra.size import Size
 from autotp.program import Program
 from autotp.sums import sum_dtype
 

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
+from autotp.algebra.partition import Offers
+from autotp.algebra.placement import Placement
 from autotp.core.machine import Machine
-from autotp.core.partition import Offers
-from autotp.core.placement import Placement
 from autotp.core.plan import CacheRecord
 
 __all__ = ["Constraint", "Terms"]

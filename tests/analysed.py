@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from autotp.algebra.axis import Atom, Dim
 from autotp.analysis import Analysis, AxisPair, Matching
-from autotp.core.axis import Atom, Dim
 from autotp.passes.analyse import analyse
 from autotp.passes.capture import capture
 from autotp.passes.match import match

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement, split
+from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement, split
+from autotp.algebra.split import Split, block
 from autotp.core.plan import ParameterRecord, Plan
-from autotp.core.split import Split, block
 from autotp.core.trace import Trace, TracedValue
 from autotp.program import Program
 from autotp.run.blocks import take

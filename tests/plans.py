@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autotp.algebra.placement import REPLICATED, split
+from autotp.algebra.split import block
 from autotp.core.cost import dtype_bytes, memory_bytes, time_ps, wire_bytes
 from autotp.core.machine import load_machine
-from autotp.core.placement import REPLICATED, split
 from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
-from autotp.core.split import block
 from autotp.rulebook import root
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4096, 14336, 32, 8, 128, 128256

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from autotp.core.axis import Atom, Dim, Forest
-from autotp.core.partition import Part, Partition
-from autotp.core.size import Size, product
-from autotp.core.split import Split, segment
+from autotp.algebra.axis import Atom, Dim, Forest
+from autotp.algebra.partition import Part, Partition
+from autotp.algebra.size import Size, product
+from autotp.algebra.split import Split, segment
 from autotp.run.blocks import take
 from tests.analysed import Analysed, analysed, family
 

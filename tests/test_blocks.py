@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.core.split import Extent, Peers, Segment, Split, block, segment, share
+from autotp.algebra.split import Extent, Peers, Segment, Split, block, segment, share
 from autotp.errors import PlanError
 from autotp.run.blocks import first_copy, fitted, join, put, rejoined, take
 from autotp.run.blocks import segments as pieces

@@ -10,8 +10,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional
 
-from autotp.core.placement import SHARED
-from autotp.core.split import Split, segment
+from autotp.algebra.placement import SHARED
+from autotp.algebra.split import Split, segment
 from autotp.errors import VerifyError
 from autotp.options import Options
 from autotp.passes.check import check

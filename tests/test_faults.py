@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import fx, nn
 
+from autotp.algebra.placement import PARTIAL, Placement
+from autotp.algebra.split import Extent, Segment, Split
 from autotp.analysis import Decision
 from autotp.core.evidence import Evidence
-from autotp.core.placement import PARTIAL, Placement
 from autotp.core.problem import Problem, Solution
-from autotp.core.split import Extent, Segment, Split
 from autotp.core.strategy import Strategy
 from autotp.core.trace import Trace
 from autotp.errors import VerifyError

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from autotp.algebra.split import Split, block
 from autotp.core.evidence import Evidence
 from autotp.core.plan import ParameterRecord
-from autotp.core.split import Split, block
 from autotp.errors import VerifyError
 from autotp.pipeline import verify
 from autotp.proof import prove

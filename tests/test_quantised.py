@@ -14,10 +14,10 @@ from transformers import Mxfp4Config
 
 import autotp
 from autotp import offline
+from autotp.algebra.split import Split
 from autotp.checkpoint.hollow import hollow
 from autotp.checkpoint.quantised import quantiser_of
 from autotp.checkpoint.reading import read_local
-from autotp.core.split import Split
 from autotp.errors import WeightsError
 from autotp.loading import opened, prepared
 from tests.checkpoints import model, saved

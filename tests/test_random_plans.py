@@ -7,10 +7,10 @@ A failure prints the `Case` that draws the plan again. The long run is
 import numpy as np
 import pytest
 
-from autotp.core.axis import Forest
-from autotp.core.placement import PARTIAL, split
+from autotp.algebra.axis import Forest
+from autotp.algebra.placement import PARTIAL, split
+from autotp.algebra.size import Size
 from autotp.core.rule import Factor, NodeRule
-from autotp.core.size import Size
 from autotp.core.strategy import Facts, strategies
 from autotp.options import Options
 from autotp.work import Work

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.core.placement import CONVERSIONS, Kind
+from autotp.algebra.placement import CONVERSIONS, Kind
+from autotp.algebra.split import Split, block, segment
 from autotp.core.price import COLLECTIVES
-from autotp.core.split import Split, block, segment
 from autotp.errors import VerifyError
 from autotp.program import Program
 from autotp.run.conjugates import schema

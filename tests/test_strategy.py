@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from autotp.core.axis import Dim, Forest
-from autotp.core.partition import Offers, Part, Partition
-from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement, split
+from autotp.algebra.axis import Dim, Forest
+from autotp.algebra.partition import Offers, Part, Partition
+from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement, split
+from autotp.algebra.size import Size
 from autotp.core.rule import Factor, NodeRule
-from autotp.core.size import Size
 from autotp.core.strategy import Facts, Strategy, strategies
 
 TOKENS, WIDTH, OUT = 6, 12, 18

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
+from autotp.algebra.split import Split
 from autotp.checkpoint.incoming import Converted, Remade
 from autotp.checkpoint.stored import Pickled, Stored, blocks, fill, whole_box
 from autotp.core.plan import ParameterRecord, Plan
-from autotp.core.split import Split
 from autotp.errors import WeightsError
 from autotp.run.group import Group, exists
 from autotp.run.model import ShardedModel

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
+from autotp.algebra.placement import Placement
+from autotp.algebra.split import Split
 from autotp.core import describe
 from autotp.core.document import content_hash, from_text, to_text
-from autotp.core.placement import Placement
 from autotp.core.record import RecordError
-from autotp.core.split import Split
 from autotp.errors import PlanError
 
 __all__ = [
@@ -52,7 +52,7 @@ class ParameterRecord:
 
     - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `axis` is a name
       such as `model.layers.0.self_attn.heads`; `axis_size` its size.
-    - `split`: the flat form of the `core.split.Split` of `dim`; empty when whole.
+    - `split`: the flat form of the `algebra.split.Split` of `dim`; empty when whole.
     - `shards`: one entry a rank.
     - `reason`: why every rank holds it whole, or some of its segments; empty when all is split.
     - `gradient_partial`: its gradient is summed over the group in the shared bucket.
@@ -138,7 +138,7 @@ class CacheRecord:
 
     - `name`: its path in the cache, e.g. `layers.0.keys`.
     - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `size`: of that
-      dim as a whole; 0 without one. `split`: the flat form of its `core.split.Split`.
+      dim as a whole; 0 without one. `split`: the flat form of its `algebra.split.Split`.
     - `bytes`: of the whole tensor, at the longest that the plan was priced for.
     """
 

@@ -11,9 +11,9 @@ from fractions import Fraction
 from math import ceil
 from typing import TypeAlias
 
+from autotp.algebra.placement import CONVERSIONS, Placement
 from autotp.core.cost import time_ps
 from autotp.core.machine import Machine
-from autotp.core.placement import CONVERSIONS, Placement
 
 __all__ = ["COLLECTIVES", "SUMS", "Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
 

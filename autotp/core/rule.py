@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from autotp.core.axis import Dim
+from autotp.algebra.axis import Dim
 from autotp.core.notation import Signature
 
 __all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Row", "Slot"]

@@ -12,7 +12,7 @@ A strategy gives every operand and result a placement. There are four kinds:
 An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient:
 R~ in training, R without gradients.
 
-Where rows are grouped (`core.groups`), rows and groups are cut together: values with the rows are
+Where rows are grouped (`algebra.grouped_rows`), rows and groups are cut together: values with the rows are
 G, weights with the groups S. Every value with a gradient must have one of the two, since rows that
 mean nothing would reach the gradient of another.
 """
@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
-from autotp.core.axis import Atom, Dim, Forest
-from autotp.core.partition import Offers, Part, Partition
-from autotp.core.placement import PARTIAL, REPLICATED, SHARED, Placement
+from autotp.algebra.axis import Atom, Dim, Forest
+from autotp.algebra.partition import Offers, Part, Partition
+from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement
+from autotp.algebra.split import Split
 from autotp.core.rule import ALIGNED, Factor, NodeRule, Slot
-from autotp.core.split import Split
 
 __all__ = ["Facts", "Strategy", "strategies"]
 

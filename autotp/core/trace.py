@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autotp.core.placement import Placement
+from autotp.algebra.placement import Placement
 
 __all__ = ["Trace", "TracedValue"]
 
@@ -13,7 +13,7 @@ class TracedValue:
     """One emitted value.
 
     - `origin`, `item`: the program's node name, and which of its results.
-    - `placement`, and `split` (a flat `core.split.Split` of the placement's dim) when it is S.
+    - `placement`, and `split` (a flat `algebra.split.Split` of the placement's dim) when it is S.
     """
 
     origin: str

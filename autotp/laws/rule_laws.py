@@ -23,13 +23,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 
+from autotp.algebra.axis import Dim, Forest
+from autotp.algebra.partition import Offers, Part, Partition
+from autotp.algebra.placement import CONVERSIONS, PARTIAL, Kind, Placement
+from autotp.algebra.split import Split
 from autotp.analysis import Decision
-from autotp.core.axis import Dim, Forest
 from autotp.core.machine import load_machine
-from autotp.core.partition import Offers, Part, Partition
-from autotp.core.placement import CONVERSIONS, PARTIAL, Kind, Placement
 from autotp.core.price import Prices
-from autotp.core.split import Split
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import AutotpError
 from autotp.laws.rule_cases import Case

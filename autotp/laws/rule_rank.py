@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn, zeros_like
 
-from autotp.core.split import Split
+from autotp.algebra.split import Split
 from autotp.run.blocks import take
 from autotp.run.rows import local_index, own_bounds, rows_first
 

@@ -11,16 +11,16 @@ from math import ceil, prod
 
 import torch
 
+from autotp.algebra.axis import Atom, Dim
+from autotp.algebra.partition import Part, Partition
+from autotp.algebra.placement import REPLICATED, Placement
+from autotp.algebra.split import Extent, Split
 from autotp.analysis import AxisPair, Emitted
-from autotp.core.axis import Atom, Dim
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
 from autotp.core.held import much_whole
-from autotp.core.partition import Part, Partition
-from autotp.core.placement import REPLICATED, Placement
 from autotp.core.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.core.price import SUMS, moved_bytes
 from autotp.core.problem import LEVELS, Solution
-from autotp.core.split import Extent, Split
 from autotp.layouts import Layouts
 from autotp.passes.account_cache import caches, held
 from autotp.passes.account_found import Asked, Found

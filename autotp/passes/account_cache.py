@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Iterable
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.split import Split
 from autotp.analysis import Kept, kept_outputs
-from autotp.core.partition import Partition
 from autotp.core.plan import CacheRecord
-from autotp.core.split import Split
 from autotp.passes.account_found import Found
 from autotp.sizes import Pricing
 

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Final
 
+from autotp.algebra.axis import Atom
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import PARTIAL, REPLICATED
+from autotp.algebra.split import Split
 from autotp.analysis import AxisPair
-from autotp.core.axis import Atom
 from autotp.core.held import starred
-from autotp.core.partition import Partition
-from autotp.core.placement import PARTIAL, REPLICATED
-from autotp.core.split import Split
 from autotp.layouts import Layouts, overridden
 from autotp.offers import factored
 from autotp.passes.account_found import Asked, Found

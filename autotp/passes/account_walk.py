@@ -13,10 +13,10 @@ from typing import Final
 
 from torch import fx
 
+from autotp.algebra.axis import Atom
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import Placement
 from autotp.analysis import Analysis, Use, Value, leaving_whole
-from autotp.core.axis import Atom
-from autotp.core.partition import Partition
-from autotp.core.placement import Placement
 from autotp.core.rule import Factor
 from autotp.core.strategy import Strategy
 from autotp.layouts import Layouts

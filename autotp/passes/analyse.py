@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autotp.algebra.axis import Dim, Forest
 from autotp.analysis import Analysis, Operand, Use, Value, gradients_return, results_of, source_of
-from autotp.core.axis import Dim, Forest
 from autotp.core.rule import Discovery, Factor, NodeRule, Row
 from autotp.errors import UnknownOpError
 from autotp.passes.derive import Call, apply

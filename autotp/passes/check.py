@@ -16,11 +16,11 @@ from typing import Any, cast
 from torch import fx
 from torch._ops import OpOverload
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
+from autotp.algebra.split import Peers, Split
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
-from autotp.core.partition import Partition
-from autotp.core.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.core.price import COLLECTIVES
-from autotp.core.split import Peers, Split
 from autotp.core.trace import TracedValue
 from autotp.errors import VerifyError
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autotp.core.axis import Dim, Forest
+from autotp.algebra.axis import Dim, Forest
+from autotp.algebra.size import Size
 from autotp.core.notation import ELLIPSIS, Pattern, Signature
 from autotp.core.rule import Factor, FactorKind, NodeRule, Row, Slot
-from autotp.core.size import Size
 from autotp.passes.derive_order import Orders
 
 __all__ = ["Binding", "Builder", "Call", "moved", "notation", "position", "renumbered"]

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from autotp.core.axis import Atom, Dim
-from autotp.core.groups import Groups
+from autotp.algebra.axis import Atom, Dim
+from autotp.algebra.grouped_rows import Groups
 from autotp.core.notation import parse
 from autotp.core.rule import Factor, NodeRule
 from autotp.passes.derive_call import Call, notation

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import torch
 
-from autotp.core.axis import Dim
+from autotp.algebra.axis import Dim
 from autotp.core.notation import parse
 from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
 from autotp.passes.derive_call import Call, notation, position, renumbered

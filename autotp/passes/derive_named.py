@@ -2,7 +2,7 @@
 
 from typing import cast
 
-from autotp.core.axis import Dim
+from autotp.algebra.axis import Dim
 from autotp.core.notation import parse
 from autotp.core.rule import Factor, FactorKind, NodeRule
 from autotp.passes.derive_call import Call, notation, renumbered

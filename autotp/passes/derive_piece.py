@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import cast
 
-from autotp.core.axis import Dim
+from autotp.algebra.axis import Dim
+from autotp.algebra.size import Size
 from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
-from autotp.core.size import Size
 from autotp.passes.derive_call import Call, moved
 
 __all__ = ["concatenate", "divide", "halves", "place", "put", "select", "stack", "take", "unbind"]

@@ -3,9 +3,9 @@
 import re
 from dataclasses import replace
 
+from autotp.algebra.size import ONE, Size
 from autotp.core.notation import Signature, parse
 from autotp.core.rule import Factor, NodeRule
-from autotp.core.size import ONE, Size
 from autotp.passes.derive_call import Binding, Call, notation, position
 
 __all__ = ["attention", "convolution", "einsum", "product"]

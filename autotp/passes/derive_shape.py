@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import cast
 
-from autotp.core.axis import Atom, Dim
+from autotp.algebra.axis import Atom, Dim
+from autotp.algebra.size import ONE, Size
 from autotp.core.rule import Factor, NodeRule, Slot
-from autotp.core.size import ONE, Size
 from autotp.passes.derive_call import Call, moved
 
 __all__ = ["expand", "pair", "permute", "repeat", "repeat_each", "unpair", "view"]

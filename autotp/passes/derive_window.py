@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from autotp.core.axis import Dim
+from autotp.algebra.axis import Dim
+from autotp.algebra.size import ONE, Size
 from autotp.core.notation import parse
 from autotp.core.rule import Factor, NodeRule
-from autotp.core.size import ONE, Size
 from autotp.passes.derive_call import Binding, Call, notation, renumbered
 
 __all__ = ["channels", "grouped", "padded", "patches", "windows"]

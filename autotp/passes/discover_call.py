@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autotp.algebra.size import Size
 from autotp.analysis import Operand
-from autotp.core.size import Size
 from autotp.sizes import Sizes
 
 __all__ = ["Opaque", "Values", "opaque_of"]

@@ -13,8 +13,8 @@ from functools import partial
 from itertools import combinations, product
 from typing import Literal, TypeAlias, TypeVar
 
+from autotp.algebra.size import Size
 from autotp.core.rule import Slot
-from autotp.core.size import Size
 from autotp.passes.discover_call import Opaque, Values
 from autotp.passes.discover_join import Cut, Joined, Sharing, is_linear, parts_of
 from autotp.passes.discover_sizes import size_of

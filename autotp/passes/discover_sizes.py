@@ -8,7 +8,7 @@ argument is tied to a size, the size is kept, or is made another multiple of the
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm, prod
 
-from autotp.core.size import Size
+from autotp.algebra.size import Size
 from autotp.passes.discover_call import Opaque, Values
 
 __all__ = ["FAMILIES", "sizings"]

@@ -15,11 +15,11 @@ from torch import fx
 from torch.fx.node import Argument
 from torch.fx.node import Target as Called
 
+from autotp.algebra.axis import Dim, Forest
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import Placement
+from autotp.algebra.split import Split
 from autotp.analysis import Use
-from autotp.core.axis import Dim, Forest
-from autotp.core.partition import Partition
-from autotp.core.placement import Placement
-from autotp.core.split import Split
 from autotp.core.strategy import Strategy
 from autotp.passes.emit_conversion import Target
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.algebra.split import Peers, Split
 from autotp.analysis import Emitted
 from autotp.core.plan import BUCKET
-from autotp.core.split import Peers, Split
 from autotp.passes.emit_conversion import Target
 from autotp.sums import sum_dtype
 

@@ -13,8 +13,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from autotp.core.placement import CONVERSIONS, Placement
-from autotp.core.split import Split
+from autotp.algebra.placement import CONVERSIONS, Placement
+from autotp.algebra.split import Split
 from autotp.sums import sum_dtype
 
 __all__ = ["Target", "conversion"]

@@ -21,8 +21,8 @@ from itertools import combinations
 
 import networkx as nx
 
+from autotp.algebra.axis import Atom
 from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, leaving_whole
-from autotp.core.axis import Atom
 from autotp.core.rule import Factor
 from autotp.passes.match_bytes import carried
 from autotp.passes.match_experts import with_experts

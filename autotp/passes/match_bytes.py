@@ -2,8 +2,8 @@
 
 from fractions import Fraction
 
+from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.analysis import Analysis
-from autotp.core.axis import Atom, Dim, Forest
 
 __all__ = ["carried"]
 

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autotp.algebra.axis import Atom
 from autotp.analysis import Analysis, Matching, Use, Value
-from autotp.core.axis import Atom
 
 __all__ = ["with_experts"]
 

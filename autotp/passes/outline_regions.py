@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.core.placement import CONVERSIONS
+from autotp.algebra.placement import CONVERSIONS
 
 __all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "module_paths", "op_name", "order"]
 

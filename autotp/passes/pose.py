@@ -23,6 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import REPLICATED, SHARED, Placement
 from autotp.analysis import (
     Analysis,
     Decision,
@@ -32,8 +34,6 @@ from autotp.analysis import (
     leaving_whole,
     source_of,
 )
-from autotp.core.partition import Partition
-from autotp.core.placement import REPLICATED, SHARED, Placement
 from autotp.core.price import Cost, Delivered, Prices
 from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.core.strategy import Facts, Strategy, strategies

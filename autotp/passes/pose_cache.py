@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import fx
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import REPLICATED, Placement
 from autotp.analysis import Analysis, Kept, Value, kept_outputs
-from autotp.core.partition import Partition
-from autotp.core.placement import REPLICATED, Placement
 from autotp.core.problem import LEVELS
 from autotp.errors import PlanError
 from autotp.terms import Terms

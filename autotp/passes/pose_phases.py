@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import Placement
 from autotp.analysis import Analysis, Value, kept_outputs
 from autotp.core.joined import Phase, Tie, joined
-from autotp.core.partition import Partition
-from autotp.core.placement import Placement
 from autotp.core.problem import Problem
 from autotp.passes.pose import Posed
 

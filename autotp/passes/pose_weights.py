@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import Placement
+from autotp.algebra.split import Split
 from autotp.analysis import Analysis, Matching, Value
 from autotp.core.cost import time_ps
-from autotp.core.partition import Partition
-from autotp.core.placement import Placement
-from autotp.core.split import Split
 from autotp.terms import Terms
 
 __all__ = ["Weights"]

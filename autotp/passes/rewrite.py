@@ -18,6 +18,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from autotp.algebra.axis import Dim
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import CONVERSIONS, REPLICATED, Placement
+from autotp.algebra.split import Split
 from autotp.analysis import (
     Analysis,
     Decision,
@@ -28,11 +32,7 @@ from autotp.analysis import (
     gradients_reach,
     source_of,
 )
-from autotp.core.axis import Dim
-from autotp.core.partition import Partition
-from autotp.core.placement import CONVERSIONS, REPLICATED, Placement
 from autotp.core.price import COLLECTIVES, Delivered
-from autotp.core.split import Split
 from autotp.core.strategy import Strategy
 from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site

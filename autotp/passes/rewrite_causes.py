@@ -8,9 +8,9 @@ from collections import defaultdict
 
 from torch import fx
 
+from autotp.algebra.partition import Partition
+from autotp.algebra.placement import PARTIAL, SHARED, Placement
 from autotp.analysis import Analysis, Decision, Use, Value
-from autotp.core.partition import Partition
-from autotp.core.placement import PARTIAL, SHARED, Placement
 
 __all__ = ["Causes"]
 

@@ -22,8 +22,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from autotp.core.placement import Kind
-from autotp.core.split import Split
+from autotp.algebra.placement import Kind
+from autotp.algebra.split import Split
 from autotp.errors import PlanError
 from autotp.run.blocks import join
 

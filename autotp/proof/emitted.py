@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from torch import fx, nn
 
-from autotp.core.placement import REPLICATED
+from autotp.algebra.placement import REPLICATED
 from autotp.core.trace import Trace, TracedValue
 from autotp.program import Program
 from autotp.run.variant import Variant

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from autotp.core.placement import Kind
+from autotp.algebra.placement import Kind
 from autotp.proof.agreement import CLAIMS, Claim, difference, disagreement
 
 __all__ = ["meaning"]

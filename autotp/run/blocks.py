@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autotp.core.split import Extent, Peers, Segment, Split
+from autotp.algebra.split import Extent, Peers, Segment, Split
 from autotp.errors import PlanError
 
 __all__ = [

@@ -11,7 +11,7 @@
     local_bounds          (bounds, group): where each of this rank's groups of rows ends
 
 `split` is `Split.encode()`, `group` the name of a process group. Ops that sum take `dtype=`, in
-which they sum. All is read off the table in `core.placement`: each op runs one primitive forward
+which they sum. All is read off the table in `algebra.placement`: each op runs one primitive forward
 and one backward, and since that pair swapped is the op's own derivative, gradients of gradients
 hold too.
 
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from autotp.core.placement import CONVERSIONS, Conversion, Primitive
-from autotp.core.split import Peers, Split
+from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
+from autotp.algebra.split import Peers, Split
 from autotp.run.blocks import rejoined, segments
 from autotp.run.group import among, rank_of, size_of
 from autotp.run.lost import waiting

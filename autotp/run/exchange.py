@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp import errors
+from autotp.algebra.split import Split
 from autotp.core.plan import ParameterRecord
-from autotp.core.split import Split
 from autotp.errors import AutotpError, GroupError
 from autotp.run.blocks import join
 from autotp.run.group import Group, exists, process_group

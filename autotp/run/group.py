@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.algebra.split import Peers, Split
 from autotp.core.plan import Plan
-from autotp.core.split import Peers, Split
 from autotp.errors import GroupError, PlanError
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from autotp.algebra.split import Split
 from autotp.cache import CacheState, restore
 from autotp.core.plan import CacheRecord
-from autotp.core.split import Split
 from autotp.errors import CaptureError
 from autotp.run.blocks import take
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autotp.core.placement import Primitive
-from autotp.core.split import Split
+from autotp.algebra.placement import Primitive
+from autotp.algebra.split import Split
 from autotp.errors import PlanError
 from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.group import checked, rank_of, size_of

@@ -9,7 +9,7 @@ group too. `local_index` is for rows that are looked up one by one, in a table c
 import torch
 from torch import Tensor
 
-from autotp.core.split import share
+from autotp.algebra.split import share
 
 __all__ = ["local_index", "own_bounds", "rows_back", "rows_first"]
 

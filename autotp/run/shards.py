@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from autotp.algebra.split import Split
 from autotp.core.plan import Plan
-from autotp.core.split import Split
 from autotp.run.blocks import take
 from autotp.run.group import Group
 from autotp.whole import check_values

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from autotp.core.placement import CONVERSIONS, Conversion, Primitive
+from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
+from autotp.algebra.split import Peers, Split, block
 from autotp.core.price import COLLECTIVES
-from autotp.core.split import Peers, Split, block
 from autotp.errors import VerifyError
 from autotp.run.blocks import rejoined, segments
 from autotp.run.primitives import Cut, Wire

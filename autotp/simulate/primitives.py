@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from autotp.core.placement import Primitive
+from autotp.algebra.placement import Primitive
 from autotp.errors import VerifyError
 from autotp.run.blocks import first_copy, fitted_part, join, put, take
 from autotp.run.primitives import Cut, Wire

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from autotp.algebra.split import Split
 from autotp.cache import stated
 from autotp.core.plan import CacheRecord
-from autotp.core.split import Split
 from autotp.program import Program, named_leaves
 from autotp.run.blocks import join, take
 from autotp.run.model import ShardedModel

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autotp.core.placement import Kind
-from autotp.core.split import Split
+from autotp.algebra.placement import Kind
+from autotp.algebra.split import Split
 from autotp.run.blocks import first_copy, put, take
 
 __all__ = ["gradient_kind", "is_placed", "part", "whole"]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.core.placement import CONVERSIONS, Kind
+from autotp.algebra.placement import CONVERSIONS, Kind
+from autotp.algebra.split import Extent, Segment, Split, block, segment
 from autotp.core.price import COLLECTIVES
-from autotp.core.split import Extent, Segment, Split, block, segment
 from autotp.errors import PlanError
 from autotp.run.conjugates import schema
 from autotp.run.group import resolve

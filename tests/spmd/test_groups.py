@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from autotp.core.split import block
+from autotp.algebra.split import block
 from autotp.errors import PlanError
 from autotp.run import conjugates
 from autotp.run.accord import agree

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import autotp
-from autotp.core.placement import CONVERSIONS, Kind
+from autotp.algebra.placement import CONVERSIONS, Kind
+from autotp.algebra.split import block
 from autotp.core.price import COLLECTIVES
-from autotp.core.split import block
 from autotp.run.group import resolve
 from autotp.run.rows import rows_back, rows_first
 from autotp.simulate.joint import JOINT

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives
 from torch import Tensor, fx, nn
 from torch.nn.functional import embedding, linear
 
-from autotp.core.split import block
+from autotp.algebra.split import block
 from autotp.run import conjugates
 from autotp.run.blocks import join, take
 from autotp.run.group import rank_of, resolve, size_of

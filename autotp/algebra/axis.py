@@ -23,10 +23,10 @@ from itertools import groupby
 from math import prod
 from typing import TypeAlias
 
-from autotp.core.groups import Groups
-from autotp.core.partition import Partition
-from autotp.core.size import ONE, Size, product
-from autotp.core.split import Extent, Segment, Split
+from autotp.algebra.grouped_rows import Groups
+from autotp.algebra.partition import Partition
+from autotp.algebra.size import ONE, Size, product
+from autotp.algebra.split import Extent, Segment, Split
 
 __all__ = ["Atom", "Dim", "Forest"]
 
