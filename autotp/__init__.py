@@ -1,8 +1,6 @@
 """autotp: an unmodified Transformer, made to run tensor-parallel."""
 
-from autotp.core.evidence import Evidence
 from autotp.core.machine import Machine
-from autotp.core.plan import Plan
 from autotp.errors import (
     AutotpError,
     CaptureError,
@@ -15,6 +13,8 @@ from autotp.errors import (
 )
 from autotp.loading import from_pretrained
 from autotp.pipeline import parallelize, plan, verify
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
 from autotp.run.model import ShardedModel
 from autotp.show import report as _report
 

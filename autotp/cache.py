@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotp.core.plan import CacheRecord
 from autotp.errors import CaptureError
+from autotp.records.plan import CacheRecord
 
 __all__ = [
     "CacheSpec",

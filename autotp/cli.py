@@ -24,10 +24,7 @@ from torch import nn
 
 from autotp import offline, pipeline, rulebook
 from autotp.arguments import parsed
-from autotp.core.evidence import Evidence
 from autotp.core.machine import load_machine
-from autotp.core.plan import Plan
-from autotp.core.record import encode
 from autotp.errors import AutotpError, PlanError
 from autotp.generation import Wanted, generated
 from autotp.generation import check as check_generation
@@ -37,6 +34,9 @@ from autotp.models import load_with_inputs
 from autotp.options import Options
 from autotp.passes.capture_inputs import example_inputs, positions
 from autotp.random_weights import materialize
+from autotp.records.evidence import Evidence
+from autotp.records.json_record import encode
+from autotp.records.plan import Plan
 from autotp.show.evidence import render_evidence
 from autotp.show.output import printed
 from autotp.show.report import render, text

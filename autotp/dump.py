@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.core.trace import TracedValue
+from autotp.records.trace import TracedValue
 
 __all__ = ["graph_json"]
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from autotp.cache import widened
 from autotp.constraints import within
-from autotp.core.plan import CacheRecord, Plan
 from autotp.options import Options
 from autotp.program import Program
+from autotp.records.plan import CacheRecord, Plan
 from autotp.run.group import Group
 from autotp.run.heap import give_back
 from autotp.run.model import ShardedModel, add_variant

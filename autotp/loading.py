@@ -18,11 +18,11 @@ from autotp.checkpoint.quantised import quantiser_of
 from autotp.checkpoint.reading import empty_shards, part, read_buffers, read_shards, untie
 from autotp.checkpoint.sample import samples
 from autotp.checkpoint.stored import Stored
-from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
 from autotp.models import config_fields
 from autotp.options import Keywords, Options, check_rank
 from autotp.pipeline import planned, watched
+from autotp.records.plan import Plan
 from autotp.run.accord import agree_weights
 from autotp.run.exchange import as_one, texts
 from autotp.run.group import Group, resolve

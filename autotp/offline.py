@@ -39,12 +39,12 @@ from autotp.checkpoint.reading import part, read_buffers, read_local, shown
 from autotp.checkpoint.stored import Stored
 from autotp.checkpoint.writing import Writer, check_space, writing
 from autotp.constraints import followed
-from autotp.core.plan import Plan
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
 from autotp.models import config_fields
 from autotp.options import Keywords
 from autotp.pipeline import planned
+from autotp.records.plan import Plan
 from autotp.run.blocks import join
 from autotp.run.group import resolve
 from autotp.whole import whole_of

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.core.machine import Machine
-from autotp.core.plan import Plan
 from autotp.errors import PlanError
+from autotp.records.plan import Plan
 
 __all__ = ["Keywords", "Options", "check_module", "check_proof", "check_rank", "check_ranks"]
 

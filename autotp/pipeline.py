@@ -17,11 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.run.conjugates as _ops
-from autotp.core.evidence import Evidence
-from autotp.core.held import much_whole
 from autotp.core.iopddl import solution_json, to_iopddl
-from autotp.core.plan import Plan
-from autotp.core.trace import Trace
 from autotp.dump import graph_json
 from autotp.errors import PlanError
 from autotp.models import load
@@ -35,6 +31,10 @@ from autotp.options import (
 )
 from autotp.proof import prove
 from autotp.proof.phases import of_all_calls, with_values
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
+from autotp.records.replication import much_whole
+from autotp.records.trace import Trace
 from autotp.run.accord import agree, agree_weights
 from autotp.run.compare import Comparison
 from autotp.run.exchange import as_one

@@ -18,10 +18,8 @@ from autotp.calls import Calls
 from autotp.checkpoint.quantised import refuse_model
 from autotp.checkpoint.store import GroupStore
 from autotp.constraints import as_overridden, as_planned, followed
-from autotp.core.held import much_whole
 from autotp.core.joined import parted
 from autotp.core.machine import Machine, load_machine
-from autotp.core.plan import CacheRecord, Plan
 from autotp.core.problem import Problem, Solution
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
@@ -45,6 +43,8 @@ from autotp.passes.shared_heads import with_shared_heads
 from autotp.passes.solve import solve
 from autotp.passes.unmask import unmasked
 from autotp.program import Program, tensor_leaves
+from autotp.records.plan import CacheRecord, Plan
+from autotp.records.replication import much_whole
 from autotp.run.group import Group, exists, is_real
 from autotp.run.model import ShardedModel, add_variant
 from autotp.run.shards import cut

@@ -17,7 +17,7 @@ from ranks import Collectives, num_bytes, on_ranks, total
 from torch import Tensor, nn
 
 import autotp
-from autotp.core.plan import ParameterRecord
+from autotp.records.plan import ParameterRecord
 
 TP = 2
 HIDDEN = 512

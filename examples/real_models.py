@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 
 TITLES = {"minilm": "all-MiniLM-L6-v2", "smollm2": "SmolLM2-135M-Instruct"}
 SENTENCES = [

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement, split
 from autotp.algebra.split import Split, block
-from autotp.core.plan import ParameterRecord, Plan
-from autotp.core.trace import Trace, TracedValue
 from autotp.program import Program
+from autotp.records.plan import ParameterRecord, Plan
+from autotp.records.trace import Trace, TracedValue
 from autotp.run.blocks import take
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel, add_variant

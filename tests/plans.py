@@ -7,7 +7,7 @@ from autotp.algebra.placement import REPLICATED, split
 from autotp.algebra.split import block
 from autotp.core.cost import dtype_bytes, memory_bytes, time_ps, wire_bytes
 from autotp.core.machine import load_machine
-from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.rulebook import root
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4096, 14336, 32, 8, 128, 128256

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.core.evidence import Evidence
-from autotp.core.plan import Plan
-from autotp.core.trace import Trace
 from autotp.options import Options
 from autotp.proof import prove
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
+from autotp.records.trace import Trace
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel
 from autotp.work import Work

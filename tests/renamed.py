@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 
 LETTERS = "bcdfghjklmnpqrstvwxz"  # no word that a rule could know is spelled without vowels
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autotp
-from autotp.core.plan import Pair, Plan
 from autotp.errors import PlanError
+from autotp.records.plan import Pair, Plan
 from tests import zoo
 from tests.models import build
 from tests.proven import proven

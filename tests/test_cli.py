@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from autotp import cli
-from autotp.core.evidence import Evidence
 from autotp.errors import PlanError
+from autotp.records.evidence import Evidence
 from autotp.show.report import text
 from tests.plans import decoder_plan
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from tests.models import build
 from tests.spmd.tally import Tally
 

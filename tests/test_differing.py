@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.core.plan import DifferingRecord, Plan
 from autotp.errors import RuleError
+from autotp.records.plan import DifferingRecord, Plan
 from autotp.rulebook import load, root
 from autotp.show.report import text
 

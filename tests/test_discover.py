@@ -7,12 +7,12 @@ from torch.nn import functional
 
 import autotp
 from autotp.analysis import Operand
-from autotp.core.plan import Plan
 from autotp.core.rule import Discovery
 from autotp.laws.rule_cases import Sample, call, cases, flags, real, words
 from autotp.laws.rule_laws import strategies_of, violations
 from autotp.passes import discover
 from autotp.passes.discover_call import opaque_of
+from autotp.records.plan import Plan
 from autotp.rulebook import load
 from autotp.show.report import text
 from autotp.sizes import Sizes

@@ -11,8 +11,8 @@ from torch import nn
 
 import autotp
 from autotp.cli import main
-from autotp.core.plan import Plan
 from autotp.errors import AutotpError, CaptureError, PlanError, UnknownOpError
+from autotp.records.plan import Plan
 from tests.models import build
 
 

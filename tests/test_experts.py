@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autotp
-from autotp.core.evidence import Evidence
-from autotp.core.plan import Plan
 from autotp.errors import PlanError
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
 from autotp.simulate import simulate
 from tests import zoo
 from tests.models import build

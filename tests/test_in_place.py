@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autotp
-from autotp.core.evidence import Evidence
 from autotp.errors import CaptureError
+from autotp.records.evidence import Evidence
 
 WIDTH, INNER = 16, 24
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 
 SIZES: Mapping[str, Any] = {
     "hidden_size": 64,

@@ -18,7 +18,7 @@ def test_the_house_keeps_its_laws() -> None:
     [
         ("autotp/core/cost.py", "import torch", "core imports torch"),
         ("autotp/core/cost.py", "from autotp import rulebook", "core imports autotp.rulebook"),
-        ("autotp/errors.py", "import autotp.core.plan", "errors imports autotp.core.plan"),
+        ("autotp/errors.py", "import autotp.records.plan", "errors imports autotp.records.plan"),
         ("autotp/run/new.py", "from autotp.passes import solve", "run imports autotp.passes.solve"),
         ("autotp/run/new.py", "from autotp.show.units import x", "run imports autotp.show.units"),
         ("autotp/show/new.py", "import autotp.passes.solve", "show imports autotp.passes.solve"),

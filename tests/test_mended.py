@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autotp
-from autotp.core.evidence import Evidence
-from autotp.core.plan import Plan
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
 
 
 def checked(model: nn.Module, inputs: dict[str, Any], tp: int = 2) -> tuple[Plan, Evidence]:

@@ -10,9 +10,9 @@ import transformers
 from torch import Tensor, nn
 
 import autotp
-from autotp.core.plan import CollectiveRecord, Plan
 from autotp.errors import PlanError
 from autotp.options import Options
+from autotp.records.plan import CollectiveRecord, Plan
 from autotp.run.model import ShardedModel
 from autotp.work import Work
 from tests import models

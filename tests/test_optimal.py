@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 import autotp
 from autotp.core.iopddl import FORBIDDEN
-from autotp.core.plan import Plan
 from autotp.core.problem import Edge, Problem, Variable
 from autotp.models import load, presets_root
 from autotp.passes.solve import solve
 from autotp.pipeline import dry_run
+from autotp.records.plan import Plan
 from autotp.work import Work
 from tests.models import build, names
 from tests.oracle import optimum

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autotp.core.plan import Plan
 from autotp.errors import PlanError
+from autotp.records.plan import Plan
 from tests.plans import decoder_plan
 
 PLAN = decoder_plan(layers=2, tp=4)

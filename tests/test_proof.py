@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from autotp.algebra.split import Split, block
-from autotp.core.evidence import Evidence
-from autotp.core.plan import ParameterRecord
 from autotp.errors import VerifyError
 from autotp.pipeline import verify
 from autotp.proof import prove
@@ -19,6 +17,8 @@ from autotp.proof.agreement import Difference, difference, disagreement
 from autotp.proof.bisection import Case as Search
 from autotp.proof.bisection import first_divergence
 from autotp.proof.measure import loss_of, named_tensors
+from autotp.records.evidence import Evidence
+from autotp.records.plan import ParameterRecord
 from autotp.run.blocks import take
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import ViTConfig, ViTModel
 
 import autotp
-from autotp.core.plan import BUCKET, Pair, Plan
+from autotp.records.plan import BUCKET, Pair, Plan
 from autotp.show.distinct import pair_rows, pattern
 from autotp.show.report import text
 from autotp.show.units import bytes_text, share_text, time_text

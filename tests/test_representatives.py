@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from tests import zoo
 from tests.benchmarks.coverage import _layers
 from tests.proven import Captured

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.core.plan import BUCKET, Plan
 from autotp.errors import PlanError
 from autotp.pipeline import parallelize
+from autotp.records.plan import BUCKET, Plan
 from autotp.simulate import simulate
 from autotp.sums import sum_dtype
 from tests.models import build

@@ -21,8 +21,8 @@ from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.layout import Entry, laid_out, read_header
 from autotp.checkpoint.stored import File, Stored, Written
 from autotp.checkpoint.writing import Writer, writing
-from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
+from autotp.records.plan import Plan
 
 __all__ = [
     "MANIFEST",

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from autotp.algebra.split import Split
 from autotp.checkpoint.incoming import Converted, Remade
 from autotp.checkpoint.stored import Pickled, Stored, blocks, fill, whole_box
-from autotp.core.plan import ParameterRecord, Plan
 from autotp.errors import WeightsError
+from autotp.records.plan import ParameterRecord, Plan
 from autotp.run.group import Group, exists
 from autotp.run.model import ShardedModel
 from autotp.whole import whole_of

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from autotp.checkpoint.outgoing import Outgoing, outgoing
 from autotp.checkpoint.writing import Writer, check_space, draft, publish, writing
-from autotp.core.plan import ParameterRecord
 from autotp.errors import PlanError
+from autotp.records.plan import ParameterRecord
 from autotp.run.exchange import as_one, gathered
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from autotp.core.record import RecordError, decode
 from autotp.errors import PlanError
+from autotp.records.json_record import RecordError, decode
 
 __all__ = ["Link", "Machine", "load_machine", "machine_names"]
 

@@ -17,8 +17,6 @@ from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.analysis import AxisPair, Emitted
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
-from autotp.core.held import much_whole
-from autotp.core.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.core.price import SUMS, moved_bytes
 from autotp.core.problem import LEVELS, Solution
 from autotp.layouts import Layouts
@@ -27,6 +25,8 @@ from autotp.passes.account_found import Asked, Found
 from autotp.passes.account_ops import differing, discovered, unruled
 from autotp.passes.account_reasons import Reasons
 from autotp.program import Program
+from autotp.records.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.records.replication import much_whole
 from autotp.sizes import Pricing
 from autotp.whole import Whole, fingerprint
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from autotp.algebra.partition import Partition
 from autotp.algebra.split import Split
 from autotp.analysis import Kept, kept_outputs
-from autotp.core.plan import CacheRecord
 from autotp.passes.account_found import Found
+from autotp.records.plan import CacheRecord
 from autotp.sizes import Pricing
 
 __all__ = ["caches", "held"]

@@ -7,9 +7,9 @@ from torch import fx
 
 from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
-from autotp.core.plan import Plan
 from autotp.core.problem import Solution
 from autotp.core.strategy import Strategy
+from autotp.records.plan import Plan
 from autotp.sizes import Pricing
 
 __all__ = ["Asked", "Found"]

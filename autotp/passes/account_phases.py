@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotp.core.plan import PhaseRecord, Plan
+from autotp.records.plan import PhaseRecord, Plan
 
 __all__ = ["with_phases"]
 

@@ -21,8 +21,8 @@ from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Pla
 from autotp.algebra.split import Peers, Split
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
 from autotp.core.price import COLLECTIVES
-from autotp.core.trace import TracedValue
 from autotp.errors import VerifyError
+from autotp.records.trace import TracedValue
 
 __all__ = ["check"]
 

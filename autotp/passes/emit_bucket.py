@@ -9,8 +9,8 @@ from torch import fx
 
 from autotp.algebra.split import Peers, Split
 from autotp.analysis import Emitted
-from autotp.core.plan import BUCKET
 from autotp.passes.emit_conversion import Target
+from autotp.records.plan import BUCKET
 from autotp.sums import sum_dtype
 
 __all__ = ["share_gradients"]

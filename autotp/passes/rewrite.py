@@ -34,11 +34,11 @@ from autotp.analysis import (
 )
 from autotp.core.price import COLLECTIVES, Delivered
 from autotp.core.strategy import Strategy
-from autotp.core.trace import TracedValue
 from autotp.passes.emit import FORMS, Site
 from autotp.passes.emit_bucket import share_gradients
 from autotp.passes.emit_conversion import Target, conversion
 from autotp.passes.rewrite_causes import Causes
+from autotp.records.trace import TracedValue
 
 __all__ = ["Rewritten", "Target", "rewrite"]
 

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autotp.core.trace import Trace, TracedValue
 from autotp.errors import VerifyError
 from autotp.program import Program
 from autotp.proof.agreement import CLAIMS, DUAL, disagreement
 from autotp.proof.emitted import Emitted, Value, whole_part
 from autotp.proof.meaning import meaning
 from autotp.proof.measure import beside_loss, gradients_of, loss_of
+from autotp.records.trace import Trace, TracedValue
 from autotp.run.model import ShardedModel
 from autotp.simulate import OUTPUT, Observe, Read, Simulation, simulate, variant_for, walk
 

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from autotp.core.plan import ParameterRecord, Plan
 from autotp.proof.agreement import Difference, disagreement
 from autotp.proof.measure import Results
+from autotp.records.plan import ParameterRecord, Plan
 
 __all__ = ["Compared", "Figures", "gaps_between"]
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState
-from autotp.core.evidence import Evidence
+from autotp.records.evidence import Evidence
 
 __all__ = ["of_all_calls", "with_values"]
 

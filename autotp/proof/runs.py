@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheState, rebuilt, stated
-from autotp.core.plan import Plan
 from autotp.errors import VerifyError
 from autotp.program import named_leaves
 from autotp.proof.bisection import Case
 from autotp.proof.figures import Figures, gaps_between
 from autotp.proof.measure import Results, beside_loss, measured
+from autotp.records.plan import Plan
 from autotp.simulate.ranks import input_leaves
 
 __all__ = ["Runs"]

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.core.evidence import Evidence
-from autotp.core.plan import Plan
-from autotp.core.trace import Trace
 from autotp.errors import VerifyError
 from autotp.program import Program
 from autotp.proof.bisection import Case, first_divergence
 from autotp.proof.figures import Compared, Figures
 from autotp.proof.runs import Runs
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
+from autotp.records.trace import Trace
 from autotp.run.model import ShardedModel
 
 __all__ = ["prove"]

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autotp import errors
 from autotp.algebra.split import Split
-from autotp.core.plan import ParameterRecord
 from autotp.errors import AutotpError, GroupError
+from autotp.records.plan import ParameterRecord
 from autotp.run.blocks import join
 from autotp.run.group import Group, exists, process_group
 from autotp.run.lost import waiting

@@ -17,8 +17,8 @@ from torch._C import _distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.algebra.split import Peers, Split
-from autotp.core.plan import Plan
 from autotp.errors import GroupError, PlanError
+from autotp.records.plan import Plan
 
 __all__ = [
     "Group",

@@ -8,8 +8,8 @@ import torch
 
 from autotp.algebra.split import Split
 from autotp.cache import CacheState, restore
-from autotp.core.plan import CacheRecord
 from autotp.errors import CaptureError
+from autotp.records.plan import CacheRecord
 from autotp.run.blocks import take
 
 __all__ = ["cut_whole", "own_parts"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autotp.algebra.split import Split
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from autotp.run.blocks import take
 from autotp.run.group import Group
 from autotp.whole import check_values

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.core.plan import Plan
 from autotp.errors import PlanError, WeightsError
+from autotp.records.plan import Plan
 from autotp.run.model import More, ShardedModel, State, Store, model_class
 from autotp.run.variant import Signature, mode_of
 from autotp.whole import left_behind

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.cache import CacheSpec, CacheState, mark
 from autotp.conditions import Condition
-from autotp.core.plan import Plan
 from autotp.errors import CaptureError
 from autotp.program import Program, broken_guard, named_leaves
+from autotp.records.plan import Plan
 from autotp.run.function import Function, function
 from autotp.run.kept import own_parts
 from autotp.run.selected import selected, takes_positions

@@ -10,8 +10,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from autotp.core.held import starred
-from autotp.core.plan import CollectiveRecord, Pair, ParameterRecord, Plan
+from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan
+from autotp.records.replication import starred
 
 __all__ = [
     "CollectiveRow",

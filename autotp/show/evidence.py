@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autotp.core.evidence import Evidence
+from autotp.records.evidence import Evidence
 from autotp.show.table import titled_table
 from autotp.show.units import count_text, share_text
 

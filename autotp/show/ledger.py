@@ -5,7 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autotp.core.cost import memory_bytes
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from autotp.show.distinct import collective_rows
 from autotp.show.dotted import Dotted
 from autotp.show.table import titled_table

@@ -11,9 +11,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.core import describe
-from autotp.core.held import starred
-from autotp.core.plan import BUCKET, Plan
+from autotp.records import display as describe
+from autotp.records.plan import BUCKET, Plan
+from autotp.records.replication import starred
 from autotp.show.distinct import (
     PairRow,
     ParameterRow,

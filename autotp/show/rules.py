@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autotp.core.rule import Row
-from autotp.core.verdict import Verdict
+from autotp.records.rule_verdict import Verdict
 from autotp.show.dotted import Dotted
 from autotp.show.table import titled_table
 

@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.split import Split
 from autotp.cache import stated
-from autotp.core.plan import CacheRecord
 from autotp.program import Program, named_leaves
+from autotp.records.plan import CacheRecord
 from autotp.run.blocks import join, take
 from autotp.run.model import ShardedModel
 from autotp.run.variant import Variant

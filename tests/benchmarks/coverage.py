@@ -28,11 +28,11 @@ import transformers
 
 from autotp import rulebook
 from autotp import work as pipeline
-from autotp.core.evidence import Evidence
-from autotp.core.plan import Plan
-from autotp.core.trace import Trace
 from autotp.options import Options
 from autotp.proof import prove
+from autotp.records.evidence import Evidence
+from autotp.records.plan import Plan
+from autotp.records.trace import Trace
 from autotp.run.group import Group
 from autotp.work import Work
 from tests import zoo

@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from autotp.core.plan import Plan
 from autotp.options import Options
+from autotp.records.plan import Plan
 from autotp.work import Work
 from tests import zoo
 from tests.benchmarks import coverage

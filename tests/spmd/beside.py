@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from tests.models import build
 from tests.spmd.tally import Tally
 

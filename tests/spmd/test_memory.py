@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from tests.models import build
 from tests.spmd.beside import Call, inputs_of, run
 from tests.spmd.pool import Pool

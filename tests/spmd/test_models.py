@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from tests.models import build
 from tests.spmd.beside import (
     DIVISIBLE_BY_3,

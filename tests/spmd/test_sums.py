@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import autotp
-from autotp.core.plan import Plan
 from autotp.pipeline import parallelize
+from autotp.records.plan import Plan
 from autotp.simulate import simulate
 from tests.models import build
 from tests.spmd.beside import Traffic

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from autotp.core.plan import Plan
 from autotp.errors import WeightsError
+from autotp.records.plan import Plan
 from tests.models import build
 from tests.spmd.beside import (
     TOLERANCE,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.core.plan import Plan
+from autotp.records.plan import Plan
 from tests.models import build
 from tests.spmd.beside import (
     TOLERANCE,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from autotp.core.plan import ParameterRecord
+from autotp.records.plan import ParameterRecord
 
 __all__ = ["Held", "distinct", "much_whole", "starred"]
 

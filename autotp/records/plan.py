@@ -11,10 +11,10 @@ from typing import Final, cast
 
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
-from autotp.core import describe
-from autotp.core.document import content_hash, from_text, to_text
-from autotp.core.record import RecordError
 from autotp.errors import PlanError
+from autotp.records import display as describe
+from autotp.records.document import content_hash, from_text, to_text
+from autotp.records.json_record import RecordError
 
 __all__ = [
     "BUCKET",

@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection
 from typing import TypeVar, cast
 
-from autotp.core.record import RecordError, decode, encode
+from autotp.records.json_record import RecordError, decode, encode
 
 __all__ = ["content_hash", "from_text", "to_text"]
 
