@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.run.conjugates as _ops
-from autotp.core.iopddl import solution_json, to_iopddl
 from autotp.dump import graph_json
 from autotp.errors import PlanError
 from autotp.models import load
@@ -41,6 +40,7 @@ from autotp.run.exchange import as_one
 from autotp.run.group import Group, exists, meet, resolve
 from autotp.run.lost import waiting
 from autotp.run.model import ShardedModel
+from autotp.solver.iopddl import solution_json, to_iopddl
 from autotp.whole import check_values, device_of
 from autotp.work import Made, Work
 

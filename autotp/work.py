@@ -18,9 +18,7 @@ from autotp.calls import Calls
 from autotp.checkpoint.quantised import refuse_model
 from autotp.checkpoint.store import GroupStore
 from autotp.constraints import as_overridden, as_planned, followed
-from autotp.core.joined import parted
 from autotp.core.machine import Machine, load_machine
-from autotp.core.problem import Problem, Solution
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
 from autotp.offers import offered
@@ -40,7 +38,6 @@ from autotp.passes.pose import Posed, decide, pose
 from autotp.passes.pose_phases import PosedPhase, pose_phases
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.shared_heads import with_shared_heads
-from autotp.passes.solve import solve
 from autotp.passes.unmask import unmasked
 from autotp.program import Program, tensor_leaves
 from autotp.records.plan import CacheRecord, Plan
@@ -51,6 +48,9 @@ from autotp.run.shards import cut
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
 from autotp.sizes import Pricing, data_sizes
+from autotp.solver.joint import parted
+from autotp.solver.problem import Problem, Solution
+from autotp.solver.solve import solve
 from autotp.sums import check_sums
 from autotp.terms import Constraint, Terms
 from autotp.whole import is_meta, skeleton, valueless, whole_of

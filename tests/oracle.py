@@ -2,7 +2,7 @@
 
 The program here is written on edges as flows: every edge of the problem, parallel ones apart,
 carries one unit from a choice of its first variable to a choice of its second; all columns are
-binary; earlier levels are equalities. (`autotp.passes.solve` merges pairs, takes off what every
+binary; earlier levels are equalities. (`autotp.solver.solve` merges pairs, takes off what every
 choice costs, closes columns that are too dear and gives earlier levels slack.)
 """
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array, lil_array, vstack
 
-from autotp.core.problem import LEVELS, Edge, Problem, Variable
+from autotp.solver.problem import LEVELS, Edge, Problem, Variable
 
 __all__ = ["enumerate_optimum", "optimum", "problems"]
 

@@ -19,14 +19,14 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from autotp.core.problem import Edge, Problem, Variable
 from autotp.options import Options
 from autotp.passes.pose import Posed
-from autotp.passes.solve import solve
 from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
 from autotp.run.group import Group
+from autotp.solver.problem import Edge, Problem, Variable
+from autotp.solver.solve import solve
 from autotp.work import Made, Work
 from tests.models import FAMILIES, HAND, HandShape, build
 

@@ -29,7 +29,7 @@ from autotp import cli, rulebook
 from autotp.core import price
 from autotp.options import Options
 from autotp.passes.pose import decide
-from autotp.passes.solve import solve
+from autotp.solver.solve import solve
 from autotp.work import Made, Work
 
 ROOT = Path(__file__).parents[1]

@@ -20,18 +20,18 @@ from torch import fx, nn
 from autotp.algebra.placement import PARTIAL, Placement
 from autotp.algebra.split import Extent, Segment, Split
 from autotp.analysis import Decision
-from autotp.core.problem import Problem, Solution
 from autotp.core.strategy import Strategy
 from autotp.errors import VerifyError
 from autotp.passes.check import check
 from autotp.passes.pose import Posed
-from autotp.passes.solve import solve
 from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
 from autotp.run.blocks import take
 from autotp.run.group import Group
 from autotp.run.model import ShardedModel
+from autotp.solver.problem import Problem, Solution
+from autotp.solver.solve import solve
 from autotp.work import Made, Work
 from tests.random_plans import analysed
 

@@ -11,10 +11,10 @@ from hypothesis import assume, given, settings
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from autotp.core.iopddl import FORBIDDEN, solution_json, to_iopddl
-from autotp.core.problem import LEVELS, Edge, Problem, Variable
 from autotp.errors import PlanError
-from autotp.passes.solve import solve
+from autotp.solver.iopddl import FORBIDDEN, solution_json, to_iopddl
+from autotp.solver.problem import LEVELS, Edge, Problem, Variable
+from autotp.solver.solve import solve
 from tests.oracle import enumerate_optimum, problems
 
 

@@ -18,12 +18,12 @@ import transformers
 from numpy.typing import NDArray
 
 import autotp
-from autotp.core.iopddl import FORBIDDEN
-from autotp.core.problem import Edge, Problem, Variable
 from autotp.models import load, presets_root
-from autotp.passes.solve import solve
 from autotp.pipeline import dry_run
 from autotp.records.plan import Plan
+from autotp.solver.iopddl import FORBIDDEN
+from autotp.solver.problem import Edge, Problem, Variable
+from autotp.solver.solve import solve
 from autotp.work import Work
 from tests.models import build, names
 from tests.oracle import optimum

@@ -16,13 +16,13 @@ from torch import nn
 import autotp
 from autotp.cache import flat
 from autotp.constraints import as_planned
-from autotp.core.joined import Phase, Tie, joined, parted
-from autotp.core.problem import LEVELS, Problem
 from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.passes.pose_phases import PosedPhase, pose_phases
-from autotp.passes.solve import solve
 from autotp.records.plan import Plan
+from autotp.solver.joint import Phase, Tie, joined, parted
+from autotp.solver.problem import LEVELS, Problem
+from autotp.solver.solve import solve
 from autotp.work import Work
 from tests.models import LLAMA, SPECIAL_WORDS, build, randomize
 from tests.oracle import enumerate_optimum, optimum, problems

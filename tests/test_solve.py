@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autotp.core.elimination import eliminate, elimination_order, packing, table_size, width
-from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.errors import PlanError
-from autotp.passes.solve import solve
+from autotp.solver.elimination import eliminate, elimination_order, packing, table_size, width
+from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
+from autotp.solver.solve import solve
 from tests.oracle import enumerate_optimum, optimum, problems
 
 HUGE = 10**13

@@ -18,7 +18,6 @@ from autotp.algebra.split import Extent, Split
 from autotp.analysis import AxisPair, Emitted
 from autotp.core.cost import memory_bytes, time_ps, wire_bytes
 from autotp.core.price import SUMS, moved_bytes
-from autotp.core.problem import LEVELS, Solution
 from autotp.layouts import Layouts
 from autotp.passes.account_cache import caches, held
 from autotp.passes.account_found import Asked, Found
@@ -28,6 +27,7 @@ from autotp.program import Program
 from autotp.records.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.records.replication import much_whole
 from autotp.sizes import Pricing
+from autotp.solver.problem import LEVELS, Solution
 from autotp.whole import Whole, fingerprint
 
 __all__ = ["Asked", "Found", "account"]

@@ -7,10 +7,10 @@ from torch import fx
 
 from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.core.machine import Machine
-from autotp.core.problem import Solution
 from autotp.core.strategy import Strategy
 from autotp.records.plan import Plan
 from autotp.sizes import Pricing
+from autotp.solver.problem import Solution
 
 __all__ = ["Asked", "Found"]
 

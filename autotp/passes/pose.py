@@ -5,7 +5,7 @@ Variables
     *delivered* a value with several readers: the set of one or two placements that its conversions
     produce, priced as the cheapest tree from the producer. Each reader may convert further. So
     query, key and value share one gather and one gradient all-reduce.
-Costs (core.problem.LEVELS, integers compared lexicographically)
+Costs (solver.problem.LEVELS, integers compared lexicographically)
     `Weights.cost`      bytes not split on their home axis; bytes a rank; the gradient bucket
     `Prices.between`   time, number of collectives and of conversions of an edge
     `_unary`            the index of a choice in its domain's fixed order
@@ -35,11 +35,11 @@ from autotp.analysis import (
     source_of,
 )
 from autotp.core.price import Cost, Delivered, Prices
-from autotp.core.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.errors import PlanError
 from autotp.passes.pose_cache import Caches
 from autotp.passes.pose_weights import Weights
+from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.terms import Terms
 
 __all__ = ["Posed", "decide", "pose"]

@@ -11,9 +11,9 @@ import numpy as np
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.analysis import Analysis, Value, kept_outputs
-from autotp.core.joined import Phase, Tie, joined
-from autotp.core.problem import Problem
 from autotp.passes.pose import Posed
+from autotp.solver.joint import Phase, Tie, joined
+from autotp.solver.problem import Problem
 
 __all__ = ["PosedPhase", "pose_phases"]
 

@@ -196,7 +196,7 @@ class Plan:
     - `fingerprint`: hash over parameter names, shapes, dtypes.
     - `variant`: printable inputs present and mode, e.g. "attention_mask, input_ids · eval".
     - `sizes`: the sizes it was priced for, e.g. {"batch": 1, "sequence": 4096}.
-    - `cost`: level name to integer (core.problem.LEVELS); `bound` the same; `gap` relative, 0.0
+    - `cost`: level name to integer (solver.problem.LEVELS); `bound` the same; `gap` relative, 0.0
       when proven optimal; `method`, `width`, `variables` say how it was solved.
     - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers",
       and under "kv_cache" where calls take or give a cache: at its longest.

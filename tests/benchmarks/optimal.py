@@ -9,8 +9,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from autotp.core.problem import LEVELS
-from autotp.passes.solve import solve
+from autotp.solver.problem import LEVELS
+from autotp.solver.solve import solve
 from tests.models import names
 from tests.oracle import optimum
 from tests.random_plans import analysed

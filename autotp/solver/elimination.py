@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from autotp.core.problem import Problem
+from autotp.solver.problem import Problem
 
 __all__ = ["Step", "eliminate", "elimination_order", "packing", "table_size", "width"]
 

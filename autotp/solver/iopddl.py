@@ -8,8 +8,8 @@ limit. Levels after the cost are left out.
 import numpy as np
 from numpy.typing import NDArray
 
-from autotp.core.problem import Problem, Solution
 from autotp.errors import PlanError
+from autotp.solver.problem import Problem, Solution
 
 __all__ = ["FORBIDDEN", "solution_json", "to_iopddl"]
 

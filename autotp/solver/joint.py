@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from autotp.core.problem import Edge, Problem, Solution, Variable
+from autotp.solver.problem import Edge, Problem, Solution, Variable
 
 __all__ = ["Phase", "Tie", "joined", "parted"]
 

@@ -1,7 +1,7 @@
 """The placement problem and its exact solution.
 
 Variables: x_i in D_i, one choice for each parameter, node and delivered value
-(`core.problem.Variable`).
+(`solver.problem.Variable`).
 
 Objective: the least, in lexicographic order over the levels l, of
 
@@ -14,13 +14,13 @@ over min in every ordered group, cost tuples under lexicographic order included.
 neighbours of i,
 
     min_x sum = min_(x without i) [ the terms without i + m_i(x_N(i)) ],
-    m_i(x_N(i)) = min_(x_i) sum of the terms that contain i          `core.elimination.eliminate`
+    m_i(x_N(i)) = min_(x_i) sum of the terms that contain i          `solver.elimination.eliminate`
 
 The best x_i for every x_N(i) is kept; reading these tables backwards gives x. Tuples are packed
-into few int64 words that sum and compare exactly (`core.elimination.packing`): no float takes part.
+into few int64 words that sum and compare exactly (`solver.elimination.packing`): no float takes part.
 
 Complexity: O(n d^(w+1)) for n variables of at most d choices, where w, the width of the order
-(`core.elimination.elimination_order`, least degree first), is 2 to 4 on Transformers; layers
+(`solver.elimination.elimination_order`, least degree first), is 2 to 4 on Transformers; layers
 repeat, and repeated eliminations are looked up. If one table would pass `table_limit` entries, in
 this order and in that of the least table, the problem falls to HiGHS (`_programmed`), as the
 integer program
@@ -39,9 +39,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, sparse
 
-from autotp.core.elimination import Step, eliminate, elimination_order, table_size, width
-from autotp.core.problem import Problem, Solution
 from autotp.errors import PlanError
+from autotp.solver.elimination import Step, eliminate, elimination_order, table_size, width
+from autotp.solver.problem import Problem, Solution
 
 __all__ = ["solve"]
 
