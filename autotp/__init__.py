@@ -1,6 +1,6 @@
 """autotp: an unmodified Transformer, made to run tensor-parallel."""
 
-from autotp.core.machine import Machine
+from autotp.cost.machine import Machine
 from autotp.errors import (
     AutotpError,
     CaptureError,

@@ -24,7 +24,7 @@ from torch import nn
 
 from autotp import offline, pipeline, rulebook
 from autotp.arguments import parsed
-from autotp.core.machine import load_machine
+from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError
 from autotp.generation import Wanted, generated
 from autotp.generation import check as check_generation

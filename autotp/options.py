@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotp.core.machine import Machine
+from autotp.cost.machine import Machine
 from autotp.errors import PlanError
 from autotp.records.plan import Plan
 

@@ -8,7 +8,7 @@ import torch
 
 from autotp.algebra.partition import Offers
 from autotp.algebra.placement import Placement
-from autotp.core.machine import Machine
+from autotp.cost.machine import Machine
 from autotp.records.plan import CacheRecord
 
 __all__ = ["Constraint", "Terms"]

@@ -18,7 +18,7 @@ from autotp.calls import Calls
 from autotp.checkpoint.quantised import refuse_model
 from autotp.checkpoint.store import GroupStore
 from autotp.constraints import as_overridden, as_planned, followed
-from autotp.core.machine import Machine, load_machine
+from autotp.cost.machine import Machine, load_machine
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
 from autotp.offers import offered

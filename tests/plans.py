@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from autotp.algebra.placement import REPLICATED, split
 from autotp.algebra.split import block
-from autotp.core.cost import dtype_bytes, memory_bytes, time_ps, wire_bytes
-from autotp.core.machine import load_machine
+from autotp.cost.collectives import dtype_bytes, memory_bytes, time_ps, wire_bytes
+from autotp.cost.machine import load_machine
 from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.rulebook import root
 

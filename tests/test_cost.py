@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotp.core.cost import dtype_bytes, memory_bytes, time_ps, wire_bytes
-from autotp.core.machine import Link, Machine, load_machine
+from autotp.cost.collectives import dtype_bytes, memory_bytes, time_ps, wire_bytes
+from autotp.cost.machine import Link, Machine, load_machine
 from autotp.errors import PlanError
 
 H100 = load_machine("h100", Path(__file__).parents[1] / "rules")

@@ -26,7 +26,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp import cli, rulebook
-from autotp.core import price
+from autotp.cost import conversions as price
 from autotp.options import Options
 from autotp.passes.pose import decide
 from autotp.solver.solve import solve

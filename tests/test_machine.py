@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autotp.core.machine import Machine, load_machine, machine_names
+from autotp.cost.machine import Machine, load_machine, machine_names
 from autotp.errors import PlanError
 
 RULES = Path(__file__).parents[1] / "rules"

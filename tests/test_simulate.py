@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Split, block, segment
-from autotp.core.price import COLLECTIVES
+from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.program import Program
 from autotp.run.conjugates import schema

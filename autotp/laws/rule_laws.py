@@ -28,9 +28,9 @@ from autotp.algebra.partition import Offers, Part, Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, Kind, Placement
 from autotp.algebra.split import Split
 from autotp.analysis import Decision
-from autotp.core.machine import load_machine
-from autotp.core.price import Prices
 from autotp.core.strategy import Facts, Strategy, strategies
+from autotp.cost.conversions import Prices
+from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
 from autotp.laws.rule_cases import Case
 from autotp.laws.rule_rank import RankInterpreter

@@ -16,8 +16,8 @@ from autotp.algebra.partition import Part, Partition
 from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.analysis import AxisPair, Emitted
-from autotp.core.cost import memory_bytes, time_ps, wire_bytes
-from autotp.core.price import SUMS, moved_bytes
+from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
+from autotp.cost.conversions import SUMS, moved_bytes
 from autotp.layouts import Layouts
 from autotp.passes.account_cache import caches, held
 from autotp.passes.account_found import Asked, Found

@@ -20,7 +20,7 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.algebra.split import Peers, Split
 from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
-from autotp.core.price import COLLECTIVES
+from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.records.trace import TracedValue
 

@@ -34,8 +34,8 @@ from autotp.analysis import (
     leaving_whole,
     source_of,
 )
-from autotp.core.price import Cost, Delivered, Prices
 from autotp.core.strategy import Facts, Strategy, strategies
+from autotp.cost.conversions import Cost, Delivered, Prices
 from autotp.errors import PlanError
 from autotp.passes.pose_cache import Caches
 from autotp.passes.pose_weights import Weights

@@ -6,7 +6,7 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
 from autotp.analysis import Analysis, Matching, Value
-from autotp.core.cost import time_ps
+from autotp.cost.collectives import time_ps
 from autotp.terms import Terms
 
 __all__ = ["Weights"]

@@ -32,8 +32,8 @@ from autotp.analysis import (
     gradients_reach,
     source_of,
 )
-from autotp.core.price import COLLECTIVES, Delivered
 from autotp.core.strategy import Strategy
+from autotp.cost.conversions import COLLECTIVES, Delivered
 from autotp.passes.emit import FORMS, Site
 from autotp.passes.emit_bucket import share_gradients
 from autotp.passes.emit_conversion import Target, conversion

@@ -4,7 +4,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.core.cost import memory_bytes
+from autotp.cost.collectives import memory_bytes
 from autotp.records.plan import Plan
 from autotp.show.distinct import collective_rows
 from autotp.show.dotted import Dotted

@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 
 from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
 from autotp.algebra.split import Peers, Split, block
-from autotp.core.price import COLLECTIVES
+from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.run.blocks import rejoined, segments
 from autotp.run.primitives import Cut, Wire

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Extent, Segment, Split, block, segment
-from autotp.core.price import COLLECTIVES
+from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import PlanError
 from autotp.run.conjugates import schema
 from autotp.run.group import resolve

@@ -12,7 +12,7 @@ from torch import Tensor
 import autotp
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import block
-from autotp.core.price import COLLECTIVES
+from autotp.cost.conversions import COLLECTIVES
 from autotp.run.group import resolve
 from autotp.run.rows import rows_back, rows_first
 from autotp.simulate.joint import JOINT

@@ -12,8 +12,8 @@ from math import ceil
 from typing import TypeAlias
 
 from autotp.algebra.placement import CONVERSIONS, Placement
-from autotp.core.cost import time_ps
-from autotp.core.machine import Machine
+from autotp.cost.collectives import time_ps
+from autotp.cost.machine import Machine
 
 __all__ = ["COLLECTIVES", "SUMS", "Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
 

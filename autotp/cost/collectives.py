@@ -12,7 +12,7 @@ rounding each formula alone would break ties between the two spellings at random
 from collections.abc import Mapping
 from typing import Final
 
-from autotp.core.machine import Machine
+from autotp.cost.machine import Machine
 from autotp.errors import PlanError
 
 __all__ = [
