@@ -13,10 +13,10 @@ from torch import fx
 
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import Placement
+from autotp.capture.program import Program
 from autotp.core.rule import Discovery, NodeRule, Row
 from autotp.core.strategy import Strategy
 from autotp.cost.conversions import Delivered, Prices
-from autotp.program import Program
 from autotp.rulebook import Differing, Role
 
 __all__ = [

@@ -24,6 +24,7 @@ from torch import nn
 
 from autotp import offline, pipeline, rulebook
 from autotp.arguments import parsed
+from autotp.capture.inputs import example_inputs, positions
 from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError
 from autotp.generation import Wanted, generated
@@ -32,7 +33,6 @@ from autotp.laws.check import check
 from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
 from autotp.options import Options
-from autotp.passes.capture_inputs import example_inputs, positions
 from autotp.random_weights import materialize
 from autotp.records.evidence import Evidence
 from autotp.records.json_record import encode

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.cache import widened
+from autotp.capture.cache import widened
+from autotp.capture.heap import give_back
+from autotp.capture.program import Program
+from autotp.capture.source_model import device_of, valueless, whole_of
 from autotp.constraints import within
 from autotp.options import Options
-from autotp.program import Program
 from autotp.records.plan import CacheRecord, Plan
 from autotp.run.group import Group
-from autotp.run.heap import give_back
 from autotp.run.model import ShardedModel, add_variant
 from autotp.run.variant import Graphs
-from autotp.whole import device_of, valueless, whole_of
 
 __all__ = ["Answer", "Asking", "Further"]
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.capture.heap import give_back
 from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.hollow import fill_buffers, hollow
 from autotp.checkpoint.incoming import incoming, mark_used
@@ -26,7 +27,6 @@ from autotp.records.plan import Plan
 from autotp.run.accord import agree_weights
 from autotp.run.exchange import as_one, texts
 from autotp.run.group import Group, resolve
-from autotp.run.heap import give_back
 from autotp.run.model import ShardedModel
 
 __all__ = ["from_pretrained", "opened", "prepared", "stored_dtype"]

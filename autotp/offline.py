@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.algebra.split import Split
+from autotp.capture.source_model import whole_of
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.hollow import fill_buffers, hollow
 from autotp.checkpoint.incoming import mark_used
@@ -47,7 +48,6 @@ from autotp.pipeline import planned
 from autotp.records.plan import Plan
 from autotp.run.blocks import join
 from autotp.run.group import resolve
-from autotp.whole import whole_of
 
 __all__ = ["merge", "shard"]
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.run.conjugates as _ops
+from autotp.capture.source_model import check_values, device_of
 from autotp.dump import graph_json
 from autotp.errors import PlanError
 from autotp.models import load
@@ -41,7 +42,6 @@ from autotp.run.group import Group, exists, meet, resolve
 from autotp.run.lost import waiting
 from autotp.run.model import ShardedModel
 from autotp.solver.iopddl import solution_json, to_iopddl
-from autotp.whole import check_values, device_of
 from autotp.work import Made, Work
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold

@@ -13,8 +13,15 @@ from torch import fx, nn
 
 from autotp import rulebook
 from autotp.analysis import Decision
-from autotp.cache import stated
-from autotp.calls import Calls
+from autotp.capture.cache import stated
+from autotp.capture.capture import capture
+from autotp.capture.clean import retarget
+from autotp.capture.generation_calls import Calls
+from autotp.capture.input_length import made_up
+from autotp.capture.inputs import example_inputs
+from autotp.capture.program import Program, tensor_leaves
+from autotp.capture.sizes import Pricing, data_sizes
+from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.quantised import refuse_model
 from autotp.checkpoint.store import GroupStore
 from autotp.constraints import as_overridden, as_planned, followed
@@ -26,11 +33,7 @@ from autotp.options import Options
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.account_phases import with_phases
 from autotp.passes.analyse import analyse
-from autotp.passes.capture import capture
-from autotp.passes.capture_inputs import example_inputs
-from autotp.passes.capture_length import made_up
 from autotp.passes.check import check
-from autotp.passes.clean import retarget
 from autotp.passes.match import match
 from autotp.passes.outline import Outlined, Shorter, outline
 from autotp.passes.outline_meta import Kept
@@ -39,7 +42,6 @@ from autotp.passes.pose_phases import PosedPhase, pose_phases
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.shared_heads import with_shared_heads
 from autotp.passes.unmask import unmasked
-from autotp.program import Program, tensor_leaves
 from autotp.records.plan import CacheRecord, Plan
 from autotp.records.replication import much_whole
 from autotp.run.group import Group, exists, is_real
@@ -47,13 +49,11 @@ from autotp.run.model import ShardedModel, add_variant
 from autotp.run.shards import cut
 from autotp.run.tree import build_tree, refuse_sharded
 from autotp.run.variant import Signature, key_of, mode_of
-from autotp.sizes import Pricing, data_sizes
 from autotp.solver.joint import parted
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.sums import check_sums
 from autotp.terms import Constraint, Terms
-from autotp.whole import is_meta, skeleton, valueless, whole_of
 
 __all__ = ["Made", "Work"]
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.analysis import Analysis, AxisPair, Matching
+from autotp.capture.capture import capture
 from autotp.passes.analyse import analyse
-from autotp.passes.capture import capture
 from autotp.passes.match import match
 from autotp.rulebook import load
 from tests import models

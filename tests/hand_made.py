@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement, split
 from autotp.algebra.split import Split, block
-from autotp.program import Program
+from autotp.capture.program import Program
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.trace import Trace, TracedValue
 from autotp.run.blocks import take

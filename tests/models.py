@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from autotp.program import Program, named_leaves
+from autotp.capture.program import Program, named_leaves
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, WORDS, POSITIONS = 64, 2, 8, 4, 128, 512, 128
 BATCH, SEQUENCE, DECODER_SEQUENCE = 2, 12, 8

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from autotp.analysis import Analysis, Use
+from autotp.capture.capture import capture
 from autotp.core.notation import parse
 from autotp.errors import RuleError, UnknownOpError
 from autotp.passes.analyse import analyse
-from autotp.passes.capture import capture
 from autotp.rulebook import Rulebook, load
 from tests import models
 from tests.analysed import Analysed, family

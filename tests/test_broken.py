@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autotp
+from autotp.capture.capture import capture
+from autotp.capture.program import broken_guard
+from autotp.capture.source_model import skeleton
 from autotp.errors import CaptureError
-from autotp.passes.capture import capture
-from autotp.program import broken_guard
-from autotp.whole import skeleton
 
 
 class Picky(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from autotp.capture.capture import capture, retarget
+from autotp.capture.program import Guard, Program, broken_guard
 from autotp.errors import CaptureError
-from autotp.passes.capture import capture, retarget
-from autotp.program import Guard, Program, broken_guard
 from tests import models
 
 SHAPES = ((2, 12), (1, 1), (1, 9), (5, 1), (4, 21))
@@ -397,7 +397,7 @@ def test_what_torch_logs_of_a_failure_is_seen_only_on_demand(
 
 
 def test_needs_no_transformers() -> None:
-    code = "import sys, autotp.passes.capture; print('transformers' in sys.modules)"
+    code = "import sys, autotp.capture.capture; print('transformers' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert "False\n" == shown.stdout

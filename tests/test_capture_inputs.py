@@ -7,11 +7,11 @@ import torch
 import transformers
 from torch import nn
 
-from autotp.cache import flat, learn_dims
+from autotp.capture.cache import flat, learn_dims
+from autotp.capture.capture import capture
+from autotp.capture.input_length import made_up
+from autotp.capture.inputs import accepted, data_axes, example_inputs, positions, traced_at
 from autotp.errors import CaptureError, PlanError
-from autotp.passes.capture import capture
-from autotp.passes.capture_inputs import accepted, data_axes, example_inputs, positions, traced_at
-from autotp.passes.capture_length import made_up
 from tests import models
 
 ALL = frozenset({"batch", "sequence", "decoder"})

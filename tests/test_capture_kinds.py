@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import autotp
+from autotp.capture.capture import capture
 from autotp.errors import CaptureError
-from autotp.passes.capture import capture
 from tests import models
 from tests.bounded import Bounded
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from autotp.passes.capture import capture
+from autotp.capture.capture import capture
 
 
 class Last(nn.Module):

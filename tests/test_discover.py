@@ -7,6 +7,7 @@ from torch.nn import functional
 
 import autotp
 from autotp.analysis import Operand
+from autotp.capture.sizes import Sizes
 from autotp.core.rule import Discovery
 from autotp.laws.rule_cases import Sample, call, cases, flags, real, words
 from autotp.laws.rule_laws import strategies_of, violations
@@ -15,7 +16,6 @@ from autotp.passes.discover_call import opaque_of
 from autotp.records.plan import Plan
 from autotp.rulebook import load
 from autotp.show.report import text
-from autotp.sizes import Sizes
 from tests.opaque_ops import opaque
 
 RULES = load()

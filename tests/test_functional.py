@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotp.passes.capture import capture
-from autotp.passes.functional import functionalise
+from autotp.capture.capture import capture
+from autotp.capture.functionalize import functionalise
 from tests import models
 
 

@@ -10,8 +10,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import autotp
+from autotp.capture.source_model import skeleton
 from autotp.errors import WeightsError
-from autotp.whole import skeleton
 from tests.models import build, randomize
 
 ONE = {"num_hidden_layers": 1}

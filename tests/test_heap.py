@@ -7,7 +7,7 @@ from torch import fx, nn
 from torch.fx import graph_module
 
 import autotp
-from autotp.run.heap import give_back
+from autotp.capture.heap import give_back
 from tests.models import build
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autotp.capture.capture import capture
+from autotp.capture.program import Guard
 from autotp.errors import CaptureError, PlanError, WeightsError
-from autotp.passes.capture import capture
 from autotp.passes.outline import outline
-from autotp.program import Guard
 from autotp.run.layer import Layer
 from autotp.run.model import ShardedModel, add_variant
 from autotp.run.tidy import named_device, tidied, wrapped

@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from autotp.program import broken_guard
+from autotp.capture.program import broken_guard
 from tests import multimodal
 from tests.proven import Captured
 

@@ -13,9 +13,9 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 import autotp.run.conjugates  # noqa: F401  registers torch.ops.autotp
-from autotp.passes.capture import capture
+from autotp.capture.capture import capture
+from autotp.capture.program import Program
 from autotp.passes.outline import Outlined, outline
-from autotp.program import Program
 from tests import models
 
 ATEN = torch.ops.aten

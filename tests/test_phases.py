@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autotp
-from autotp.cache import flat
+from autotp.capture.cache import flat
 from autotp.constraints import as_planned
 from autotp.errors import PlanError
 from autotp.options import Options

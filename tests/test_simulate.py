@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Split, block, segment
+from autotp.capture.program import Program
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
-from autotp.program import Program
 from autotp.run.conjugates import schema
 from autotp.simulate import Part, Simulation, simulate, walk, whereabouts
 from autotp.simulate.joint import JOINT

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autotp
-from autotp.conditions import Plain
-from autotp.passes.capture import capture
+from autotp.capture.capture import capture
+from autotp.capture.conditions import Plain
 from autotp.passes.unmask import ATTENTION, unmasked
 from tests.models import build
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import autotp
+from autotp.capture.program import Program
 from autotp.errors import PlanError
 from autotp.options import Options
-from autotp.program import Program
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.replication import distinct, much_whole, starred
 from autotp.show.report import text

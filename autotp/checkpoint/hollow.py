@@ -14,9 +14,9 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from autotp.capture.source_model import meta_attributes
 from autotp.errors import PlanError, WeightsError
 from autotp.models import config_fields, transformers_module
-from autotp.whole import meta_attributes
 
 __all__ = ["fill_buffers", "hollow", "hollow_parameters"]
 

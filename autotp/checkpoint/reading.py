@@ -9,13 +9,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import Tensor, nn
 
 from autotp.algebra.split import Split
+from autotp.capture.source_model import whole_of
 from autotp.checkpoint.incoming import Converted, Remade
 from autotp.checkpoint.stored import Pickled, Stored, blocks, fill, whole_box
 from autotp.errors import WeightsError
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.run.group import Group, exists
 from autotp.run.model import ShardedModel
-from autotp.whole import whole_of
 
 __all__ = [
     "empty_shards",

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from autotp.analysis import Analysis, Use
+from autotp.capture.program import Program
 from autotp.passes.analyse import analyse
-from autotp.program import Program
 from autotp.rulebook import Rulebook
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from autotp.analysis import Analysis, Decision, Emitted, Matching
+from autotp.capture.sizes import Pricing
 from autotp.core.strategy import Strategy
 from autotp.cost.machine import Machine
 from autotp.records.plan import Plan
-from autotp.sizes import Pricing
 from autotp.solver.problem import Solution
 
 __all__ = ["Asked", "Found"]

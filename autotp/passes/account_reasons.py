@@ -14,13 +14,13 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED
 from autotp.algebra.split import Split
 from autotp.analysis import AxisPair
+from autotp.capture.sizes import Pricing
+from autotp.capture.source_model import Whole
 from autotp.layouts import Layouts, overridden
 from autotp.offers import factored
 from autotp.passes.account_found import Asked, Found
 from autotp.passes.account_walk import Stop, Walk, place
 from autotp.records.replication import starred
-from autotp.sizes import Pricing
-from autotp.whole import Whole
 
 __all__ = ["Reasons"]
 

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from autotp.algebra.size import Size
 from autotp.analysis import Operand
-from autotp.sizes import Sizes
+from autotp.capture.sizes import Sizes
 
 __all__ = ["Opaque", "Values", "opaque_of"]
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
-from autotp.conditions import Condition
+from autotp.capture.conditions import Condition
 from autotp.passes.outline_meta import Kept
 from autotp.passes.outline_regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
 

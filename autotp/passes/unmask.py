@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, plain_values
+from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, plain_values
 from autotp.passes.unmask_proof import Part, Says, part_of, verdict
 
 __all__ = ["Unmasked", "unmasked"]

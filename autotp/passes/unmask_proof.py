@@ -21,7 +21,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
-from autotp.conditions import Pattern, plain_values
+from autotp.capture.conditions import Pattern, plain_values
 
 __all__ = ["Part", "Says", "Verdict", "part_of", "verdict"]
 

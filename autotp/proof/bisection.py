@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from autotp.capture.program import Program
 from autotp.errors import VerifyError
-from autotp.program import Program
 from autotp.proof.agreement import CLAIMS, DUAL, disagreement
 from autotp.proof.emitted import Emitted, Value, whole_part
 from autotp.proof.meaning import meaning

@@ -6,7 +6,7 @@ from typing import TypeAlias
 from torch import fx, nn
 
 from autotp.algebra.placement import REPLICATED
-from autotp.program import Program
+from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
 from autotp.run.variant import Variant
 from autotp.simulate import OUTPUT, Part, flat_name, op_name, whereabouts

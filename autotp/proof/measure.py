@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from autotp.capture.program import Program
 from autotp.errors import VerifyError
-from autotp.program import Program
 
 __all__ = [
     "Output",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState
+from autotp.capture.cache import CacheState
 from autotp.records.evidence import Evidence
 
 __all__ = ["of_all_calls", "with_values"]

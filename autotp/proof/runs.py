@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState, rebuilt, stated
+from autotp.capture.cache import CacheState, rebuilt, stated
+from autotp.capture.program import named_leaves
 from autotp.errors import VerifyError
-from autotp.program import named_leaves
 from autotp.proof.bisection import Case
 from autotp.proof.figures import Figures, gaps_between
 from autotp.proof.measure import Results, beside_loss, measured

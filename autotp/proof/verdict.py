@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.capture.program import Program
 from autotp.errors import VerifyError
-from autotp.program import Program
 from autotp.proof.bisection import Case, first_divergence
 from autotp.proof.figures import Compared, Figures
 from autotp.proof.runs import Runs

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from autotp.cache import stated
+from autotp.capture.cache import stated
+from autotp.capture.heap import give_back
 from autotp.run.compare import Comparison
-from autotp.run.heap import give_back
 from autotp.run.lost import failed, place_of
 from autotp.run.variant import key_of
 

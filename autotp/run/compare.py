@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.cache import CacheState
+from autotp.capture.cache import CacheState
+from autotp.capture.program import named_leaves
 from autotp.errors import GroupError
-from autotp.program import named_leaves
 from autotp.run.accord import digests, odd_ranks
 from autotp.run.digest import digest
 from autotp.run.exchange import rows, texts

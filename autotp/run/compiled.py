@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
-from autotp.cache import stated
-from autotp.program import named_leaves
+from autotp.capture.cache import stated
+from autotp.capture.program import named_leaves
 from autotp.run.kept import cut_whole
 from autotp.run.variant import Signature, Variant
 

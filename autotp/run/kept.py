@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autotp.algebra.split import Split
-from autotp.cache import CacheState, restore
+from autotp.capture.cache import CacheState, restore
 from autotp.errors import CaptureError
 from autotp.records.plan import CacheRecord
 from autotp.run.blocks import take

@@ -20,9 +20,9 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState, returned, stated
+from autotp.capture.cache import CacheState, returned, stated
+from autotp.capture.program import Program
 from autotp.errors import CaptureError, PlanError
-from autotp.program import Program
 from autotp.records.plan import Plan
 from autotp.run.aside import stands_aside
 from autotp.run.attend import attended

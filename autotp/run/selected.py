@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autotp.program import KEPT, WORDS
+from autotp.capture.program import KEPT, WORDS
 
 __all__ = ["selected", "takes_positions"]
 

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from autotp.algebra.split import Split
+from autotp.capture.source_model import check_values
 from autotp.records.plan import Plan
 from autotp.run.blocks import take
 from autotp.run.group import Group
-from autotp.whole import check_values
 
 __all__ = ["cut"]
 

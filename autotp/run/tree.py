@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.capture.source_model import left_behind
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
 from autotp.run.model import More, ShardedModel, State, Store, model_class
 from autotp.run.variant import Signature, mode_of
-from autotp.whole import left_behind
 
 __all__ = ["build_tree", "refuse_sharded"]
 

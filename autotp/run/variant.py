@@ -14,10 +14,10 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheSpec, CacheState, mark
-from autotp.conditions import Condition
+from autotp.capture.cache import CacheSpec, CacheState, mark
+from autotp.capture.conditions import Condition
+from autotp.capture.program import Program, broken_guard, named_leaves
 from autotp.errors import CaptureError
-from autotp.program import Program, broken_guard, named_leaves
 from autotp.records.plan import Plan
 from autotp.run.function import Function, function
 from autotp.run.kept import own_parts

@@ -12,8 +12,8 @@ from torch import fx, nn
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
+from autotp.capture.program import Program
 from autotp.errors import PlanError
-from autotp.program import Program
 from autotp.run.function import duplicate
 from autotp.run.variant import Variant
 

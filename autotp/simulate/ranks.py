@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.algebra.split import Split
-from autotp.cache import stated
-from autotp.program import Program, named_leaves
+from autotp.capture.cache import stated
+from autotp.capture.program import Program, named_leaves
 from autotp.records.plan import CacheRecord
 from autotp.run.blocks import join, take
 from autotp.run.model import ShardedModel

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from autotp import pipeline
+from autotp.capture.inputs import example_inputs
 from autotp.models import load
-from autotp.passes.capture_inputs import example_inputs
 
 STAGES = (  # as pipeline names them
     "capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check",

@@ -18,8 +18,8 @@ from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
+from autotp.capture.clean import drops_nothing
 from autotp.errors import CaptureError
-from autotp.passes.clean import drops_nothing
 
 __all__ = ["constant_name", "decomposed", "flat_graph", "mutated"]
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from autotp.algebra.size import Size
-from autotp.program import Program
+from autotp.capture.program import Program
 from autotp.sums import sum_dtype
 
 __all__ = ["Pricing", "Sizes", "data_sizes"]

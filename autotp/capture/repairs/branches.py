@@ -23,7 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 
-from autotp.program import Guard
+from autotp.capture.program import Guard
 
 __all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
 

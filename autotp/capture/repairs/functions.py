@@ -16,9 +16,9 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from autotp.capture.repairs.branches import outside_torch
+from autotp.capture.repairs.opaque import Applied, Saving, opaque
 from autotp.errors import CaptureError
-from autotp.passes.capture_branches import outside_torch
-from autotp.passes.capture_opaque import Applied, Saving, opaque
 
 __all__ = ["CapturedAgain", "own_backwards_kept", "sparse_refused"]
 

@@ -124,7 +124,7 @@ pytree.register_pytree_node(
     _flatten,
     lambda leaves, spec: CacheState(cast("CacheSpec", spec), list(leaves)),
     flatten_with_keys_fn=_flatten_with_keys,
-    serialized_type_name="autotp.cache.CacheState",
+    serialized_type_name="autotp.capture.cache.CacheState",
 )
 
 

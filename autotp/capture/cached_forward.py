@@ -15,8 +15,8 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState, caches_in, learn_dims
-from autotp.passes.capture_inputs import Axes
+from autotp.capture.cache import CacheState, caches_in, learn_dims
+from autotp.capture.inputs import Axes
 
 __all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
 

@@ -14,11 +14,11 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import cached, stated
+from autotp.capture.cache import cached, stated
+from autotp.capture.program import Program, tensor_leaves
+from autotp.capture.sizes import Pricing
+from autotp.capture.source_model import skeleton
 from autotp.errors import PlanError
-from autotp.program import Program, tensor_leaves
-from autotp.sizes import Pricing
-from autotp.whole import skeleton
 
 __all__ = ["Calls"]
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState
+from autotp.capture.cache import CacheState
+from autotp.capture.program import KEPT, WORDS, named_leaves
 from autotp.errors import CaptureError, PlanError
-from autotp.program import KEPT, WORDS, named_leaves
 
 __all__ = ["Axes", "accepted", "data_axes", "example_inputs", "positions", "traced_at"]
 

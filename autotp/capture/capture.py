@@ -21,16 +21,13 @@ from torch._dynamo import config
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autotp.cache import CacheState, cached, caches_in, stated
-from autotp.errors import CaptureError
-from autotp.passes.capture_attributes import restored, stateless
-from autotp.passes.capture_branches import Branch, branches, semantic_guards
-from autotp.passes.capture_cache import cache_outputs, learn, own_states, tie_lengths, unbranched
-from autotp.passes.capture_failure import explained, quiet, short
-from autotp.passes.capture_functions import CapturedAgain, own_backwards_kept, sparse_refused
-from autotp.passes.capture_graph import decomposed, flat_graph, mutated
-from autotp.passes.capture_hooks import backward_hooks_refused, baked_hooks
-from autotp.passes.capture_inputs import (
+from autotp.capture.cache import CacheState, cached, caches_in, stated
+from autotp.capture.cached_forward import cache_outputs, learn, own_states, tie_lengths, unbranched
+from autotp.capture.clean import clean, retarget
+from autotp.capture.exported_graph import decomposed, flat_graph, mutated
+from autotp.capture.failure import explained, quiet, short
+from autotp.capture.functionalize import functionalise, maps_rows
+from autotp.capture.inputs import (
     Axes,
     accepted,
     data_axes,
@@ -38,11 +35,14 @@ from autotp.passes.capture_inputs import (
     positions,
     traced_at,
 )
-from autotp.passes.capture_opaque import Applied
-from autotp.passes.capture_values import Known, asks_values, growing, value_guards
-from autotp.passes.clean import clean, retarget
-from autotp.passes.functional import functionalise, maps_rows
-from autotp.program import Carried, Guard, Program, broken, named_leaves
+from autotp.capture.program import Carried, Guard, Program, broken, named_leaves
+from autotp.capture.repairs.attributes import restored, stateless
+from autotp.capture.repairs.branches import Branch, branches, semantic_guards
+from autotp.capture.repairs.functions import CapturedAgain, own_backwards_kept, sparse_refused
+from autotp.capture.repairs.hooks import backward_hooks_refused, baked_hooks
+from autotp.capture.repairs.opaque import Applied
+from autotp.capture.repairs.values import Known, asks_values, growing, value_guards
+from autotp.errors import CaptureError
 
 __all__ = ["capture", "example_inputs", "retarget"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.passes.capture_inputs import example_inputs, positions
-from autotp.program import Program, broken_guard
+from autotp.capture.inputs import example_inputs, positions
+from autotp.capture.program import Program, broken_guard
 
 __all__ = ["made_up"]
 

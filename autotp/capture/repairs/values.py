@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage] nowhere public
 )
 
-from autotp.program import Guard
+from autotp.capture.program import Guard
 
 __all__ = ["Known", "asks_values", "growing", "value_guards"]
 
