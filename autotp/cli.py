@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autotp import offline, pipeline, rulebook
+from autotp import offline, pipeline
 from autotp.arguments import parsed
 from autotp.capture.inputs import example_inputs, positions
 from autotp.cost.machine import load_machine
@@ -32,6 +32,7 @@ from autotp.generation import check as check_generation
 from autotp.laws.check import check
 from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
+from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.random_weights import materialize
 from autotp.records.evidence import Evidence

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autotp import rulebook
 from autotp.analysis import Decision
 from autotp.capture.cache import stated
 from autotp.capture.capture import capture
@@ -29,6 +28,7 @@ from autotp.cost.machine import Machine, load_machine
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
 from autotp.offers import offered
+from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.passes.account import Asked, Found, account
 from autotp.passes.account_phases import with_phases

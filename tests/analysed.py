@@ -8,9 +8,9 @@ from torch import nn
 from autotp.algebra.axis import Atom, Dim
 from autotp.analysis import Analysis, AxisPair, Matching
 from autotp.capture.capture import capture
+from autotp.oprules.rulebook import load
 from autotp.passes.analyse import analyse
 from autotp.passes.match import match
-from autotp.rulebook import load
 from tests import models
 
 

@@ -142,7 +142,7 @@ def _imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            # `from autotp import rulebook` imports autotp.rulebook
+            # `from autotp import rulebook` imports autotp.oprules.rulebook
             inner = node.names if module in ("autotp", "autotp.passes") else []
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in inner)
             if not inner:

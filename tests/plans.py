@@ -7,8 +7,8 @@ from autotp.algebra.placement import REPLICATED, split
 from autotp.algebra.split import block
 from autotp.cost.collectives import dtype_bytes, memory_bytes, time_ps, wire_bytes
 from autotp.cost.machine import load_machine
+from autotp.oprules.rulebook import root
 from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
-from autotp.rulebook import root
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 BATCH, SEQUENCE = 1, 4096

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from autotp.analysis import Analysis, Use
 from autotp.capture.capture import capture
-from autotp.core.notation import parse
 from autotp.errors import RuleError, UnknownOpError
+from autotp.oprules.notation import parse
+from autotp.oprules.rulebook import Rulebook, load
 from autotp.passes.analyse import analyse
-from autotp.rulebook import Rulebook, load
 from tests import models
 from tests.analysed import Analysed, family
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.errors import RuleError
+from autotp.oprules.rulebook import load, root
 from autotp.records.plan import DifferingRecord, Plan
-from autotp.rulebook import load, root
 from autotp.show.report import text
 
 TIES = "equal values may be taken in any order"

@@ -8,13 +8,13 @@ from torch.nn import functional
 import autotp
 from autotp.analysis import Operand
 from autotp.capture.sizes import Sizes
-from autotp.core.rule import Discovery
 from autotp.laws.rule_cases import Sample, call, cases, flags, real, words
 from autotp.laws.rule_laws import strategies_of, violations
-from autotp.passes import discover
-from autotp.passes.discover_call import opaque_of
+from autotp.oprules.discover import discover
+from autotp.oprules.discover.call import opaque_of
+from autotp.oprules.rule import Discovery
+from autotp.oprules.rulebook import load
 from autotp.records.plan import Plan
-from autotp.rulebook import load
 from autotp.show.report import text
 from tests.opaque_ops import opaque
 

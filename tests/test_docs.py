@@ -25,8 +25,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autotp import cli, rulebook
+from autotp import cli
 from autotp.cost import conversions as price
+from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.passes.pose import decide
 from autotp.solver.solve import solve

@@ -20,7 +20,7 @@ def test_the_house_keeps_its_laws() -> None:
         (
             "autotp/cost/collectives.py",
             "from autotp import rulebook",
-            "core imports autotp.rulebook",
+            "core imports autotp.oprules.rulebook",
         ),
         ("autotp/errors.py", "import autotp.records.plan", "errors imports autotp.records.plan"),
         ("autotp/run/new.py", "from autotp.passes import solve", "run imports autotp.solver.solve"),

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autotp.core.notation import ELLIPSIS, Pattern, Signature, parse
 from autotp.errors import RuleError
-from autotp.rulebook import load
+from autotp.oprules.notation import ELLIPSIS, Pattern, Signature, parse
+from autotp.oprules.rulebook import load
 
 GOOD = [
     "... i, o i, o -> ... o",

@@ -10,8 +10,8 @@ import pytest
 from autotp.algebra.axis import Forest
 from autotp.algebra.placement import PARTIAL, split
 from autotp.algebra.size import Size
-from autotp.core.rule import Factor, NodeRule
 from autotp.core.strategy import Facts, strategies
+from autotp.oprules.rule import Factor, NodeRule
 from autotp.options import Options
 from autotp.work import Work
 from tests.models import build, names

@@ -10,7 +10,7 @@ from autotp.errors import RuleError
 from autotp.laws.check import check
 from autotp.laws.rule_cases import call, real, words
 from autotp.laws.written import sample_of
-from autotp.rulebook import load
+from autotp.oprules.rulebook import load
 
 ROWS = """
 [[row]]

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from autotp.errors import RuleError
-from autotp.passes.derive import RULES
+from autotp.oprules.derive.derive import RULES
+from autotp.oprules.rulebook import _KEYS, Rulebook, load, root
 from autotp.passes.emit import FORMS
-from autotp.rulebook import _KEYS, Rulebook, load, root
 
 ROW = """
 [[row]]

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 
-from autotp.core.notation import parse
-from autotp.core.rule import Row
 from autotp.laws.rule_cases import Sample, call, cases
 from autotp.laws.rule_laws import strategies_of, violations
 from autotp.laws.rule_samples import SAMPLES, X
-from autotp.rulebook import Rulebook, load
+from autotp.oprules.notation import parse
+from autotp.oprules.rule import Row
+from autotp.oprules.rulebook import Rulebook, load
 
 RULES = load()
 

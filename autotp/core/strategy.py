@@ -25,7 +25,7 @@ from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.partition import Offers, Part, Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.core.rule import ALIGNED, Factor, NodeRule, Slot
+from autotp.oprules.rule import ALIGNED, Factor, NodeRule, Slot
 
 __all__ = ["Facts", "Strategy", "strategies"]
 

@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.core.rule import Row
 from autotp.errors import RuleError
 from autotp.laws.rule_cases import Case, Drawn, Sample, cases, overload
 from autotp.laws.rule_laws import strategies_of, violations
 from autotp.laws.rule_samples import SAMPLES
 from autotp.laws.written import sample_of
+from autotp.oprules.rule import Row
+from autotp.oprules.rulebook import Rulebook
 from autotp.records.rule_verdict import Verdict
-from autotp.rulebook import Rulebook
 
 __all__ = ["check"]
 

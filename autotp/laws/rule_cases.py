@@ -12,8 +12,8 @@ from torch.utils import _pytree as pytree
 
 from autotp.analysis import Analysis, Use
 from autotp.capture.program import Program
+from autotp.oprules.rulebook import Rulebook
 from autotp.passes.analyse import analyse
-from autotp.rulebook import Rulebook
 
 
 @dataclass(frozen=True, slots=True)

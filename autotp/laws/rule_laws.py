@@ -34,8 +34,8 @@ from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
 from autotp.laws.rule_cases import Case
 from autotp.laws.rule_rank import RankInterpreter
+from autotp.oprules.rulebook import root
 from autotp.passes.rewrite import Target, rewrite
-from autotp.rulebook import root
 from autotp.run import conjugates
 from autotp.run.blocks import first_copy, put, take
 from autotp.run.rows import rows_back, rows_first

@@ -3,10 +3,10 @@
 from torch import fx
 
 from autotp.analysis import Analysis
-from autotp.core.rule import Discovery
+from autotp.oprules.rule import Discovery
+from autotp.oprules.rulebook import Differing
 from autotp.passes.account_found import Found
 from autotp.records.plan import DifferingRecord, DiscoveredRecord
-from autotp.rulebook import Differing
 
 __all__ = ["differing", "discovered", "path_of", "unruled"]
 

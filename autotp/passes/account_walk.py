@@ -17,9 +17,9 @@ from autotp.algebra.axis import Atom
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.analysis import Analysis, Use, Value, leaving_whole
-from autotp.core.rule import Factor
 from autotp.core.strategy import Strategy
 from autotp.layouts import Layouts
+from autotp.oprules.rule import Factor
 
 __all__ = ["Stop", "Walk", "place"]
 

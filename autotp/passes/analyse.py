@@ -17,13 +17,13 @@ from autotp.algebra.axis import Dim, Forest
 from autotp.analysis import Analysis, Operand, Use, Value, gradients_return, results_of, source_of
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
-from autotp.core.rule import Discovery, Factor, NodeRule, Row
 from autotp.errors import UnknownOpError
-from autotp.passes.derive import Call, apply
-from autotp.passes.derive_order import Orders
-from autotp.passes.discover import bound, discovered
-from autotp.passes.discover_call import Opaque, opaque_of
-from autotp.rulebook import Rulebook
+from autotp.oprules.derive.derive import Call, apply
+from autotp.oprules.derive.order import Orders
+from autotp.oprules.discover.call import Opaque, opaque_of
+from autotp.oprules.discover.discover import bound, discovered
+from autotp.oprules.rule import Discovery, Factor, NodeRule, Row
+from autotp.oprules.rulebook import Rulebook
 
 __all__ = ["analyse"]
 

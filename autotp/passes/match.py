@@ -23,11 +23,11 @@ import networkx as nx
 
 from autotp.algebra.axis import Atom
 from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, leaving_whole
-from autotp.core.rule import Factor
+from autotp.oprules.rule import Factor
+from autotp.oprules.rulebook import Role, Rulebook
 from autotp.passes.match_bytes import carried
 from autotp.passes.match_experts import with_experts
 from autotp.passes.match_lookup import is_table
-from autotp.rulebook import Role, Rulebook
 
 __all__ = ["match"]
 

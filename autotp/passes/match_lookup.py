@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from autotp.analysis import Analysis, Use, source_of
-from autotp.rulebook import Rulebook
+from autotp.oprules.rulebook import Rulebook
 
 __all__ = ["is_table"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from autotp.core.rule import Row
+from autotp.oprules.rule import Row
 from autotp.records.rule_verdict import Verdict
 from autotp.show.dotted import Dotted
 from autotp.show.table import titled_table

@@ -26,8 +26,8 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 
-from autotp import rulebook
 from autotp import work as pipeline
+from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.proof import prove
 from autotp.records.evidence import Evidence

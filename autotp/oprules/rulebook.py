@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from autotp.core.notation import ELLIPSIS, Signature, parse
-from autotp.core.rule import Row
 from autotp.errors import RuleError
+from autotp.oprules.notation import ELLIPSIS, Signature, parse
+from autotp.oprules.rule import Row
 
 __all__ = ["Differing", "Role", "Rulebook", "load", "root"]
 
@@ -76,7 +76,7 @@ def root() -> Path:
     """The directory of the rules: inside the package when installed, else the checkout's
     `rules/`.
     """
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve().parents[1]
     for candidate in (here / "rules", here.parent / "rules"):
         if (candidate / "roles.toml").is_file():
             return candidate

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import lcm, prod
 
 from autotp.algebra.size import Size
-from autotp.passes.discover_call import Opaque, Values
+from autotp.oprules.discover.call import Opaque, Values
 
 __all__ = ["FAMILIES", "sizings"]
 

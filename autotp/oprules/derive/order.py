@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autotp.analysis import source_of
-from autotp.core.rule import Row
+from autotp.oprules.rule import Row
 
 __all__ = ["Orders"]
 

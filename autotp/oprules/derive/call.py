@@ -6,9 +6,9 @@ from typing import Any
 
 from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.size import Size
-from autotp.core.notation import ELLIPSIS, Pattern, Signature
-from autotp.core.rule import Factor, FactorKind, NodeRule, Row, Slot
-from autotp.passes.derive_order import Orders
+from autotp.oprules.derive.order import Orders
+from autotp.oprules.notation import ELLIPSIS, Pattern, Signature
+from autotp.oprules.rule import Factor, FactorKind, NodeRule, Row, Slot
 
 __all__ = ["Binding", "Builder", "Call", "moved", "notation", "position", "renumbered"]
 

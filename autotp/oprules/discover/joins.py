@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from autotp.passes.discover_trial import Trial
+from autotp.oprules.discover.trial import Trial
 
 __all__ = ["Cut", "Joined", "Sharing", "is_linear", "parts_of"]
 

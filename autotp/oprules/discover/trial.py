@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autotp.passes.discover_call import Opaque, Values
-from autotp.passes.discover_sizes import size_of
+from autotp.oprules.discover.call import Opaque, Values
+from autotp.oprules.discover.sizes import size_of
 
 __all__ = ["DRAWS", "Budget", "Setting", "TooDearError", "Trial"]
 

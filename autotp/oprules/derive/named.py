@@ -3,9 +3,9 @@
 from typing import cast
 
 from autotp.algebra.axis import Dim
-from autotp.core.notation import parse
-from autotp.core.rule import Factor, FactorKind, NodeRule
-from autotp.passes.derive_call import Call, notation, renumbered
+from autotp.oprules.derive.call import Call, notation, renumbered
+from autotp.oprules.notation import parse
+from autotp.oprules.rule import Factor, FactorKind, NodeRule
 
 __all__ = ["along", "constant", "like", "trailing", "whole"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from autotp.algebra.axis import Dim
-from autotp.core.notation import Signature
+from autotp.oprules.notation import Signature
 
 __all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Row", "Slot"]
 

@@ -5,8 +5,8 @@ from typing import cast
 
 from autotp.algebra.axis import Dim
 from autotp.algebra.size import Size
-from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
-from autotp.passes.derive_call import Call, moved
+from autotp.oprules.derive.call import Call, moved
+from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
 __all__ = ["concatenate", "divide", "halves", "place", "put", "select", "stack", "take", "unbind"]
 

@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 
 from autotp.algebra.size import ONE, Size
-from autotp.core.notation import Signature, parse
-from autotp.core.rule import Factor, NodeRule
-from autotp.passes.derive_call import Binding, Call, notation, position
+from autotp.oprules.derive.call import Binding, Call, notation, position
+from autotp.oprules.notation import Signature, parse
+from autotp.oprules.rule import Factor, NodeRule
 
 __all__ = ["attention", "convolution", "einsum", "product"]
 

@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 
 from autotp.algebra.axis import Dim
-from autotp.core.notation import parse
-from autotp.core.rule import Factor, FactorKind, NodeRule, Slot
-from autotp.passes.derive_call import Call, notation, position, renumbered
+from autotp.oprules.derive.call import Call, notation, position, renumbered
+from autotp.oprules.notation import parse
+from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
 __all__ = ["assign", "index", "lookup", "table"]
 

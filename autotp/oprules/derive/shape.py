@@ -5,8 +5,8 @@ from typing import cast
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.size import ONE, Size
-from autotp.core.rule import Factor, NodeRule, Slot
-from autotp.passes.derive_call import Call, moved
+from autotp.oprules.derive.call import Call, moved
+from autotp.oprules.rule import Factor, NodeRule, Slot
 
 __all__ = ["expand", "pair", "permute", "repeat", "repeat_each", "unpair", "view"]
 

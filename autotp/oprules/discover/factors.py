@@ -14,11 +14,11 @@ from itertools import combinations, product
 from typing import Literal, TypeAlias, TypeVar
 
 from autotp.algebra.size import Size
-from autotp.core.rule import Slot
-from autotp.passes.discover_call import Opaque, Values
-from autotp.passes.discover_join import Cut, Joined, Sharing, is_linear, parts_of
-from autotp.passes.discover_sizes import size_of
-from autotp.passes.discover_trial import TooDearError, Trial
+from autotp.oprules.discover.call import Opaque, Values
+from autotp.oprules.discover.joins import Cut, Joined, Sharing, is_linear, parts_of
+from autotp.oprules.discover.sizes import size_of
+from autotp.oprules.discover.trial import TooDearError, Trial
+from autotp.oprules.rule import Slot
 
 __all__ = ["Found", "Place", "factors", "linear_sets", "ties"]
 

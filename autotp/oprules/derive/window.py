@@ -6,9 +6,9 @@ from typing import Any, cast
 
 from autotp.algebra.axis import Dim
 from autotp.algebra.size import ONE, Size
-from autotp.core.notation import parse
-from autotp.core.rule import Factor, NodeRule
-from autotp.passes.derive_call import Binding, Call, notation, renumbered
+from autotp.oprules.derive.call import Binding, Call, notation, renumbered
+from autotp.oprules.notation import parse
+from autotp.oprules.rule import Factor, NodeRule
 
 __all__ = ["channels", "grouped", "padded", "patches", "windows"]
 

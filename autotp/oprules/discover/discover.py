@@ -11,14 +11,14 @@ from string import ascii_lowercase
 
 import torch
 
-from autotp.core.notation import Pattern, Signature
-from autotp.core.rule import Discovery, NodeRule, Row, Slot
-from autotp.passes.derive_call import Binding, Call
-from autotp.passes.discover_call import Opaque
-from autotp.passes.discover_factors import Found, factors, linear_sets, ties
-from autotp.passes.discover_join import Cut
-from autotp.passes.discover_sizes import FAMILIES, sizings
-from autotp.passes.discover_trial import DRAWS, Budget, Setting, TooDearError, Trial
+from autotp.oprules.derive.call import Binding, Call
+from autotp.oprules.discover.call import Opaque
+from autotp.oprules.discover.factors import Found, factors, linear_sets, ties
+from autotp.oprules.discover.joins import Cut
+from autotp.oprules.discover.sizes import FAMILIES, sizings
+from autotp.oprules.discover.trial import DRAWS, Budget, Setting, TooDearError, Trial
+from autotp.oprules.notation import Pattern, Signature
+from autotp.oprules.rule import Discovery, NodeRule, Row, Slot
 
 __all__ = ["bound", "discovered"]
 

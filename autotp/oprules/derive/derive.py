@@ -7,13 +7,12 @@ arguments are found by their names in the op's schema.
 
 from collections.abc import Mapping
 
-from autotp.core.rule import NodeRule
 from autotp.errors import RuleError
-from autotp.passes.derive_call import Builder, Call, notation
-from autotp.passes.derive_grouped import grouped_product
-from autotp.passes.derive_lookup import assign, index, lookup, table
-from autotp.passes.derive_named import along, constant, like, trailing, whole
-from autotp.passes.derive_piece import (
+from autotp.oprules.derive.call import Builder, Call, notation
+from autotp.oprules.derive.grouped import grouped_product
+from autotp.oprules.derive.lookup import assign, index, lookup, table
+from autotp.oprules.derive.named import along, constant, like, trailing, whole
+from autotp.oprules.derive.piece import (
     concatenate,
     divide,
     halves,
@@ -24,9 +23,10 @@ from autotp.passes.derive_piece import (
     take,
     unbind,
 )
-from autotp.passes.derive_product import attention, convolution, einsum, product
-from autotp.passes.derive_shape import expand, pair, permute, repeat, repeat_each, unpair, view
-from autotp.passes.derive_window import channels, grouped, padded, patches, windows
+from autotp.oprules.derive.product import attention, convolution, einsum, product
+from autotp.oprules.derive.shape import expand, pair, permute, repeat, repeat_each, unpair, view
+from autotp.oprules.derive.window import channels, grouped, padded, patches, windows
+from autotp.oprules.rule import NodeRule
 
 __all__ = ["RULES", "Call", "apply"]
 

@@ -6,9 +6,9 @@ from torch import fx
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.grouped_rows import Groups
-from autotp.core.notation import parse
-from autotp.core.rule import Factor, NodeRule
-from autotp.passes.derive_call import Call, notation
+from autotp.oprules.derive.call import Call, notation
+from autotp.oprules.notation import parse
+from autotp.oprules.rule import Factor, NodeRule
 
 __all__ = ["grouped_product"]
 
