@@ -14,9 +14,9 @@ from autotp.capture.source_model import device_of, valueless, whole_of
 from autotp.constraints import within
 from autotp.options import Options
 from autotp.records.plan import CacheRecord, Plan
-from autotp.run.group import Group
-from autotp.run.model import ShardedModel, add_variant
-from autotp.run.variant import Graphs
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import ShardedModel, add_variant
+from autotp.runtime.variant import Graphs
 
 __all__ = ["Answer", "Asking", "Further"]
 

@@ -12,7 +12,7 @@ import torch
 
 from autotp.errors import PlanError
 from autotp.loading import from_pretrained
-from autotp.run.model import ShardedModel
+from autotp.runtime.model import ShardedModel
 
 __all__ = ["Pace", "Wanted", "check", "generated"]
 

@@ -24,10 +24,10 @@ from autotp.models import config_fields
 from autotp.options import Keywords, Options, check_rank
 from autotp.pipeline import planned, watched
 from autotp.records.plan import Plan
-from autotp.run.accord import agree_weights
-from autotp.run.exchange import as_one, texts
-from autotp.run.group import Group, resolve
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.agreement import agree_weights
+from autotp.runtime.group.exchange import as_one, texts
+from autotp.runtime.group.process_group import Group, resolve
+from autotp.runtime.model import ShardedModel
 
 __all__ = ["from_pretrained", "opened", "prepared", "stored_dtype"]
 

@@ -46,8 +46,8 @@ from autotp.models import config_fields
 from autotp.options import Keywords
 from autotp.pipeline import planned
 from autotp.records.plan import Plan
-from autotp.run.blocks import join
-from autotp.run.group import resolve
+from autotp.runtime.group.process_group import resolve
+from autotp.runtime.ops.blocks import join
 
 __all__ = ["merge", "shard"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import autotp.run.conjugates as _ops
+import autotp.runtime.ops.library as _ops
 from autotp.capture.source_model import check_values, device_of
 from autotp.dump import graph_json
 from autotp.errors import PlanError
@@ -35,12 +35,12 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.replication import much_whole
 from autotp.records.trace import Trace
-from autotp.run.accord import agree, agree_weights
-from autotp.run.compare import Comparison
-from autotp.run.exchange import as_one
-from autotp.run.group import Group, exists, meet, resolve
-from autotp.run.lost import waiting
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.agreement import agree, agree_weights
+from autotp.runtime.group.debug_compare import Comparison
+from autotp.runtime.group.exchange import as_one
+from autotp.runtime.group.failures import waiting
+from autotp.runtime.group.process_group import Group, exists, meet, resolve
+from autotp.runtime.model import ShardedModel
 from autotp.solver.iopddl import solution_json, to_iopddl
 from autotp.work import Made, Work
 

@@ -44,11 +44,11 @@ from autotp.passes.shared_heads import with_shared_heads
 from autotp.passes.unmask import unmasked
 from autotp.records.plan import CacheRecord, Plan
 from autotp.records.replication import much_whole
-from autotp.run.group import Group, exists, is_real
-from autotp.run.model import ShardedModel, add_variant
-from autotp.run.shards import cut
-from autotp.run.tree import build_tree, refuse_sharded
-from autotp.run.variant import Signature, key_of, mode_of
+from autotp.runtime.group.process_group import Group, exists, is_real
+from autotp.runtime.model import ShardedModel, add_variant
+from autotp.runtime.module_tree import build_tree, refuse_sharded
+from autotp.runtime.shards import cut
+from autotp.runtime.variant import Signature, key_of, mode_of
 from autotp.solver.joint import parted
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve

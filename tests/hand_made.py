@@ -19,10 +19,10 @@ from autotp.algebra.split import Split, block
 from autotp.capture.program import Program
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.trace import Trace, TracedValue
-from autotp.run.blocks import take
-from autotp.run.group import Group
-from autotp.run.model import ShardedModel, add_variant
-from autotp.run.tree import build_tree
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import ShardedModel, add_variant
+from autotp.runtime.module_tree import build_tree
+from autotp.runtime.ops.blocks import take
 from tests.plans import collective, decoder_plan, parameter
 
 ATEN, OURS = torch.ops.aten, torch.ops.autotp

@@ -12,8 +12,8 @@ from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
-from autotp.run.group import Group
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import ShardedModel
 from autotp.work import Work
 
 __all__ = ["Captured", "proven"]

@@ -24,7 +24,7 @@ from autotp.passes.pose import Posed
 from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
-from autotp.run.group import Group
+from autotp.runtime.group.process_group import Group
 from autotp.solver.problem import Edge, Problem, Variable
 from autotp.solver.solve import solve
 from autotp.work import Made, Work

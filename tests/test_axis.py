@@ -13,7 +13,7 @@ from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.partition import Part, Partition
 from autotp.algebra.size import Size, product
 from autotp.algebra.split import Split, segment
-from autotp.run.blocks import take
+from autotp.runtime.ops.blocks import take
 from tests.analysed import Analysed, analysed, family
 
 FACTORS = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)

@@ -9,10 +9,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from autotp.run import bindings, in_place
-from autotp.run.bindings import bind
-from autotp.run.function import function
-from autotp.run.in_place import sum_in_place
+from autotp.runtime.codegen import bindings, in_place
+from autotp.runtime.codegen.bindings import bind
+from autotp.runtime.codegen.function import function
+from autotp.runtime.codegen.in_place import sum_in_place
 
 COLLECTIVES = torch.ops._c10d_functional
 

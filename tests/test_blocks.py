@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from autotp.algebra.split import Extent, Peers, Segment, Split, block, segment, share
 from autotp.errors import PlanError
-from autotp.run.blocks import first_copy, fitted, join, put, rejoined, take
-from autotp.run.blocks import segments as pieces
+from autotp.runtime.ops.blocks import first_copy, fitted, join, put, rejoined, take
+from autotp.runtime.ops.blocks import segments as pieces
 
 SMALL = st.integers(1, 3)
 

@@ -9,8 +9,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import autotp
-from autotp.run.compiled import Compiled
-from autotp.run.model import ShardedModel
+from autotp.runtime.compiled import Compiled
+from autotp.runtime.model import ShardedModel
 from tests.models import build
 
 IDS = torch.arange(3, 17).reshape(2, 7)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotp.run.digest import digest
+from autotp.runtime.group.digest import digest
 
 SIZES = [0, 1, 3, 512, 4096, 5000, 600_001]
 

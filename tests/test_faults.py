@@ -27,9 +27,9 @@ from autotp.passes.pose import Posed
 from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
-from autotp.run.blocks import take
-from autotp.run.group import Group
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import ShardedModel
+from autotp.runtime.ops.blocks import take
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.work import Made, Work

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autotp.errors import PlanError
-from autotp.run.generating import generating
+from autotp.runtime.generation import generating
 from tests.benchmarks.generating_report import report
 
 

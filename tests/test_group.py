@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.errors import GroupError, PlanError
-from autotp.run.accord import agree
-from autotp.run.conjugates import LIBRARY
-from autotp.run.group import Group, exists, rank_of, resolve, size_of, timeout_of
+from autotp.runtime.group.agreement import agree
+from autotp.runtime.group.process_group import Group, exists, rank_of, resolve, size_of, timeout_of
+from autotp.runtime.ops.library import LIBRARY
 
 CPU = torch.device("cpu")
 TORCHRUN = r"torchrun --nproc-per-node {} your_script\.py"
@@ -143,9 +143,7 @@ def test_torchrun_starts_the_world() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = (
-        "from autotp.run.group import resolve\ng = resolve(None)\nprint(g.size, g.rank, g.device)"
-    )
+    script = "from autotp.runtime.group.process_group import resolve\ng = resolve(None)\nprint(g.size, g.rank, g.device)"
     settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [_started(script, {**settings, "RANK": str(rank)}) for rank in range(2)]
 

@@ -18,10 +18,10 @@ from autotp.capture.capture import capture
 from autotp.capture.program import Guard
 from autotp.errors import CaptureError, PlanError, WeightsError
 from autotp.passes.outline import outline
-from autotp.run.layer import Layer
-from autotp.run.model import ShardedModel, add_variant
-from autotp.run.tidy import named_device, tidied, wrapped
-from autotp.run.tree import build_tree
+from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
+from autotp.runtime.layer import Layer
+from autotp.runtime.model import ShardedModel, add_variant
+from autotp.runtime.module_tree import build_tree
 from tests import models
 from tests.hand_made import NoMore
 from tests.plans import decoder_plan

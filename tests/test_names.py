@@ -13,7 +13,7 @@ import autotp
 from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.records.plan import CollectiveRecord, Plan
-from autotp.run.model import ShardedModel
+from autotp.runtime.model import ShardedModel
 from autotp.work import Work
 from tests import models
 from tests.renamed import plain, rename

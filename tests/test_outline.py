@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-import autotp.run.conjugates  # noqa: F401  registers torch.ops.autotp
+import autotp.runtime.ops.library  # noqa: F401  registers torch.ops.autotp
 from autotp.capture.capture import capture
 from autotp.capture.program import Program
 from autotp.passes.outline import Outlined, outline

@@ -19,9 +19,9 @@ from autotp.proof.bisection import first_divergence
 from autotp.proof.measure import loss_of, named_tensors
 from autotp.records.evidence import Evidence
 from autotp.records.plan import ParameterRecord
-from autotp.run.blocks import take
-from autotp.run.group import Group
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import ShardedModel
+from autotp.runtime.ops.blocks import take
 from tests.hand_made import ATEN, OURS, TP, Case, Edit, HandMade, Shards, case
 from tests.models import build
 from tests.proven import Captured

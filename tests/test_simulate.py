@@ -16,7 +16,7 @@ from autotp.algebra.split import Split, block, segment
 from autotp.capture.program import Program
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
-from autotp.run.conjugates import schema
+from autotp.runtime.ops.library import schema
 from autotp.simulate import Part, Simulation, simulate, walk, whereabouts
 from autotp.simulate.joint import JOINT
 from tests.hand_made import ATEN, GROUP, OURS, case

@@ -14,8 +14,8 @@ from autotp.checkpoint.incoming import Converted, Remade
 from autotp.checkpoint.stored import Pickled, Stored, blocks, fill, whole_box
 from autotp.errors import WeightsError
 from autotp.records.plan import ParameterRecord, Plan
-from autotp.run.group import Group, exists
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.process_group import Group, exists
+from autotp.runtime.model import ShardedModel
 
 __all__ = [
     "empty_shards",

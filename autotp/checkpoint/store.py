@@ -15,9 +15,9 @@ from autotp.checkpoint.outgoing import Outgoing, outgoing
 from autotp.checkpoint.writing import Writer, check_space, draft, publish, writing
 from autotp.errors import PlanError
 from autotp.records.plan import ParameterRecord
-from autotp.run.exchange import as_one, gathered
-from autotp.run.group import Group
-from autotp.run.model import ShardedModel
+from autotp.runtime.group.exchange import as_one, gathered
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import ShardedModel
 
 __all__ = ["GroupStore", "records_of", "remove_stale", "whole_on_meta", "write_configs"]
 

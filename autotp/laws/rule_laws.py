@@ -36,9 +36,9 @@ from autotp.laws.rule_cases import Case
 from autotp.laws.rule_rank import RankInterpreter
 from autotp.oprules.rulebook import root
 from autotp.passes.rewrite import Target, rewrite
-from autotp.run import conjugates
-from autotp.run.blocks import first_copy, put, take
-from autotp.run.rows import rows_back, rows_first
+from autotp.runtime.ops import library as conjugates
+from autotp.runtime.ops.blocks import first_copy, put, take
+from autotp.runtime.ops.grouped_rows import rows_back, rows_first
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10

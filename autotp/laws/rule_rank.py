@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor, fx, nn, zeros_like
 
 from autotp.algebra.split import Split
-from autotp.run.blocks import take
-from autotp.run.rows import local_index, own_bounds, rows_first
+from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.grouped_rows import local_index, own_bounds, rows_first
 
 __all__ = ["RankInterpreter"]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
 from autotp.errors import PlanError
-from autotp.run.blocks import join
+from autotp.runtime.ops.blocks import join
 
 __all__ = ["CLAIMS", "DUAL", "Claim", "Difference", "difference", "disagreement"]
 

@@ -22,7 +22,7 @@ from autotp.proof.emitted import Emitted, Value, whole_part
 from autotp.proof.meaning import meaning
 from autotp.proof.measure import beside_loss, gradients_of, loss_of
 from autotp.records.trace import Trace, TracedValue
-from autotp.run.model import ShardedModel
+from autotp.runtime.model import ShardedModel
 from autotp.simulate import OUTPUT, Observe, Read, Simulation, simulate, variant_for, walk
 
 __all__ = ["Case", "first_divergence"]

@@ -8,7 +8,7 @@ from torch import fx, nn
 from autotp.algebra.placement import REPLICATED
 from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
-from autotp.run.variant import Variant
+from autotp.runtime.variant import Variant
 from autotp.simulate import OUTPUT, Part, flat_name, op_name, whereabouts
 
 __all__ = ["Emitted", "Value", "whole_part"]

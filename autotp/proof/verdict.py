@@ -24,7 +24,7 @@ from autotp.proof.runs import Runs
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
-from autotp.run.model import ShardedModel
+from autotp.runtime.model import ShardedModel
 
 __all__ = ["prove"]
 

@@ -18,9 +18,9 @@ from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
 from autotp.algebra.split import Peers, Split, block
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
-from autotp.run.blocks import rejoined, segments
-from autotp.run.primitives import Cut, Wire
-from autotp.run.rows import local_index, own_bounds
+from autotp.runtime.ops.blocks import rejoined, segments
+from autotp.runtime.ops.grouped_rows import local_index, own_bounds
+from autotp.runtime.ops.primitives import Cut, Wire
 from autotp.simulate.primitives import PRIMITIVES
 from autotp.sums import sum_dtype
 

@@ -1,6 +1,6 @@
 """What each primitive of the conversion table does to all ranks' tensors at once.
 
-`run.primitives` says what one process does, with real collectives; here is the same table without
+`runtime.ops.primitives` says what one process does, with real collectives; here is the same table without
 processes: a primitive is a function of n tensors that gives n tensors. It trusts nothing: ranks
 that bring different tensors to a collective are an error.
 """
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from autotp.algebra.placement import Primitive
 from autotp.errors import VerifyError
-from autotp.run.blocks import first_copy, fitted_part, join, put, take
-from autotp.run.primitives import Cut, Wire
-from autotp.run.rows import rows_back, rows_first
+from autotp.runtime.ops.blocks import first_copy, fitted_part, join, put, take
+from autotp.runtime.ops.grouped_rows import rows_back, rows_first
+from autotp.runtime.ops.primitives import Cut, Wire
 
 __all__ = ["PRIMITIVES"]
 

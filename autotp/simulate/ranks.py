@@ -13,9 +13,9 @@ from autotp.algebra.split import Split
 from autotp.capture.cache import stated
 from autotp.capture.program import Program, named_leaves
 from autotp.records.plan import CacheRecord
-from autotp.run.blocks import join, take
-from autotp.run.model import ShardedModel
-from autotp.run.variant import Variant
+from autotp.runtime.model import ShardedModel
+from autotp.runtime.ops.blocks import join, take
+from autotp.runtime.variant import Variant
 from autotp.simulate.joint import Tally
 from autotp.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
 

@@ -33,7 +33,7 @@ from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
-from autotp.run.group import Group
+from autotp.runtime.group.process_group import Group
 from autotp.work import Work
 from tests import zoo
 from tests.benchmarks.coverage_report import report

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
-from autotp.run.blocks import first_copy, put, take
+from autotp.runtime.ops.blocks import first_copy, put, take
 
 __all__ = ["gradient_kind", "is_placed", "part", "whole"]
 

@@ -11,8 +11,8 @@ from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Extent, Segment, Split, block, segment
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import PlanError
-from autotp.run.conjugates import schema
-from autotp.run.group import resolve
+from autotp.runtime.group.process_group import resolve
+from autotp.runtime.ops.library import schema
 from tests.spmd.placed import gradient_kind, is_placed, part, whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally

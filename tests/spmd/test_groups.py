@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.algebra.split import block
 from autotp.errors import PlanError
-from autotp.run import conjugates
-from autotp.run.accord import agree
-from autotp.run.group import Group, resolve
+from autotp.runtime.group.agreement import agree
+from autotp.runtime.group.process_group import Group, resolve
+from autotp.runtime.ops import library as conjugates
 from tests.spmd.placed import whole
 from tests.spmd.pool import Pool
 

@@ -13,8 +13,8 @@ import autotp
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import block
 from autotp.cost.conversions import COLLECTIVES
-from autotp.run.group import resolve
-from autotp.run.rows import rows_back, rows_first
+from autotp.runtime.group.process_group import resolve
+from autotp.runtime.ops.grouped_rows import rows_back, rows_first
 from autotp.simulate.joint import JOINT
 from tests.spmd.beside import differences, joined_over
 from tests.spmd.placed import part, whole

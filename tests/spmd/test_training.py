@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import embedding, linear
 
 from autotp.algebra.split import block
-from autotp.run import conjugates
-from autotp.run.blocks import join, take
-from autotp.run.group import rank_of, resolve, size_of
+from autotp.runtime.group.process_group import rank_of, resolve, size_of
+from autotp.runtime.ops import library as conjugates
+from autotp.runtime.ops.blocks import join, take
 from tests.spmd.placed import whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from autotp.errors import PlanError
-from autotp.run.group import Group, exists
-from autotp.run.lost import waiting
-from autotp.run.variant import CONSTANTS
+from autotp.runtime.group.failures import waiting
+from autotp.runtime.group.process_group import Group, exists
+from autotp.runtime.variant import CONSTANTS
 
 __all__ = ["generating", "share_draws"]
 

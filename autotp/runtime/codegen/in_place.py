@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autotp.run.bindings import sample
+from autotp.runtime.codegen.bindings import sample
 
 __all__ = ["all_reduce", "sum_in_place"]
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from autotp.algebra.split import Split
 from autotp.capture.source_model import check_values
 from autotp.records.plan import Plan
-from autotp.run.blocks import take
-from autotp.run.group import Group
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.ops.blocks import take
 
 __all__ = ["cut"]
 

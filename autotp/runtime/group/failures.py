@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from autotp.errors import GroupError
-from autotp.run.group import exists, process_group, timeout_of
+from autotp.runtime.group.process_group import exists, process_group, timeout_of
 
 __all__ = ["failed", "is_lost", "place_of", "waiting"]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from autotp.capture.cache import CacheState
 from autotp.capture.program import named_leaves
 from autotp.errors import GroupError
-from autotp.run.accord import digests, odd_ranks
-from autotp.run.digest import digest
-from autotp.run.exchange import rows, texts
-from autotp.run.group import Group
+from autotp.runtime.group.agreement import digests, odd_ranks
+from autotp.runtime.group.digest import digest
+from autotp.runtime.group.exchange import rows, texts
+from autotp.runtime.group.process_group import Group
 
 __all__ = ["Comparison"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from autotp.errors import PlanError, WeightsError
-from autotp.run.digest import digest
-from autotp.run.exchange import rows, texts
-from autotp.run.group import Group, exists
+from autotp.runtime.group.digest import digest
+from autotp.runtime.group.exchange import rows, texts
+from autotp.runtime.group.process_group import Group, exists
 
 __all__ = ["agree", "agree_weights", "digests", "odd_ranks"]
 

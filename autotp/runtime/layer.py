@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 
 from autotp.errors import PlanError
-from autotp.run.function import Function, duplicate, function
-from autotp.run.variant import Graphs
+from autotp.runtime.codegen.function import Function, duplicate, function
+from autotp.runtime.variant import Graphs
 
 __all__ = ["Baked", "Layer", "add_function", "identity", "layer_class", "running"]
 

@@ -12,12 +12,12 @@ import torch
 
 from autotp.capture.cache import stated
 from autotp.capture.heap import give_back
-from autotp.run.compare import Comparison
-from autotp.run.lost import failed, place_of
-from autotp.run.variant import key_of
+from autotp.runtime.group.debug_compare import Comparison
+from autotp.runtime.group.failures import failed, place_of
+from autotp.runtime.variant import key_of
 
 if TYPE_CHECKING:
-    from autotp.run.model import ShardedModel
+    from autotp.runtime.model import ShardedModel
 
 __all__ = ["attended"]
 

@@ -12,9 +12,9 @@ from autotp import errors
 from autotp.algebra.split import Split
 from autotp.errors import AutotpError, GroupError
 from autotp.records.plan import ParameterRecord
-from autotp.run.blocks import join
-from autotp.run.group import Group, exists, process_group
-from autotp.run.lost import waiting
+from autotp.runtime.group.failures import waiting
+from autotp.runtime.group.process_group import Group, exists, process_group
+from autotp.runtime.ops.blocks import join
 
 __all__ = ["as_one", "gathered", "rows", "texts"]
 

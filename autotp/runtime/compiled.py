@@ -12,8 +12,8 @@ import torch
 
 from autotp.capture.cache import stated
 from autotp.capture.program import named_leaves
-from autotp.run.kept import cut_whole
-from autotp.run.variant import Signature, Variant
+from autotp.runtime.cache_shards import cut_whole
+from autotp.runtime.variant import Signature, Variant
 
 __all__ = ["Callee", "Compiled", "Granting"]
 

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from autotp.capture.program import Program
 from autotp.errors import PlanError
-from autotp.run.function import duplicate
-from autotp.run.variant import Variant
+from autotp.runtime.codegen.function import duplicate
+from autotp.runtime.variant import Variant
 
 __all__ = ["view"]
 

@@ -19,9 +19,9 @@ from autotp.capture.conditions import Condition
 from autotp.capture.program import Program, broken_guard, named_leaves
 from autotp.errors import CaptureError
 from autotp.records.plan import Plan
-from autotp.run.function import Function, function
-from autotp.run.kept import own_parts
-from autotp.run.selected import selected, takes_positions
+from autotp.runtime.cache_shards import own_parts
+from autotp.runtime.codegen.function import Function, function
+from autotp.runtime.logits_to_keep import selected, takes_positions
 
 __all__ = ["Graphs", "Signature", "Variant", "key_of", "mode_of"]
 

@@ -10,7 +10,7 @@ from autotp.algebra.split import Split
 from autotp.capture.cache import CacheState, restore
 from autotp.errors import CaptureError
 from autotp.records.plan import CacheRecord
-from autotp.run.blocks import take
+from autotp.runtime.ops.blocks import take
 
 __all__ = ["cut_whole", "own_parts"]
 

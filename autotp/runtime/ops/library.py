@@ -29,11 +29,11 @@ from torch.autograd.function import FunctionCtx
 
 from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
 from autotp.algebra.split import Peers, Split
-from autotp.run.blocks import rejoined, segments
-from autotp.run.group import among, rank_of, size_of
-from autotp.run.lost import waiting
-from autotp.run.primitives import PRIMITIVES, Cut, Wire
-from autotp.run.rows import local_index, own_bounds
+from autotp.runtime.group.failures import waiting
+from autotp.runtime.group.process_group import among, rank_of, size_of
+from autotp.runtime.ops.blocks import rejoined, segments
+from autotp.runtime.ops.grouped_rows import local_index, own_bounds
+from autotp.runtime.ops.primitives import PRIMITIVES, Cut, Wire
 from autotp.sums import sum_dtype
 
 __all__ = ["LIBRARY", "schema"]
@@ -203,7 +203,7 @@ def _summed(pieces: Sequence[Tensor], peers: Sequence[Peers], wire: Wire) -> lis
         total = _converted(flat, _Step("all_reduce", "identity", inside))
         runs = total.split([pieces[k].numel() for k in places])
         for k, run in zip(places, runs, strict=True):
-            results[k] = run.view(pieces[k].shape).to(pieces[k].dtype)
+            results[k] = runtime.codegen.view(pieces[k].shape).to(pieces[k].dtype)
     return results
 
 

@@ -24,17 +24,17 @@ from autotp.capture.cache import CacheState, returned, stated
 from autotp.capture.program import Program
 from autotp.errors import CaptureError, PlanError
 from autotp.records.plan import Plan
-from autotp.run.aside import stands_aside
-from autotp.run.attend import attended
-from autotp.run.compare import Comparison
-from autotp.run.compiled import Compiled
-from autotp.run.generating import generating
-from autotp.run.group import Group
-from autotp.run.layer import Baked, Layer, identity, running
-from autotp.run.refused import refuse_gradients, refuse_to_run, refuse_whole, refused
-from autotp.run.source import source
-from autotp.run.variant import Graphs, Signature, Variant, key_of, mode_of
-from autotp.run.view import view
+from autotp.runtime.call_guard import attended
+from autotp.runtime.codegen.source import source
+from autotp.runtime.codegen.view import view
+from autotp.runtime.compiled import Compiled
+from autotp.runtime.generation import generating
+from autotp.runtime.group.debug_compare import Comparison
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.layer import Baked, Layer, identity, running
+from autotp.runtime.unsupported import refuse_gradients, refuse_to_run, refuse_whole, refused
+from autotp.runtime.variant import Graphs, Signature, Variant, key_of, mode_of
+from autotp.runtime.yielding import stands_aside
 
 __all__ = ["Layer", "More", "ShardedModel", "State", "Store", "add_variant"]
 

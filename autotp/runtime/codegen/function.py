@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from autotp.run.bindings import bind
-from autotp.run.in_place import sum_in_place
+from autotp.runtime.codegen.bindings import bind
+from autotp.runtime.codegen.in_place import sum_in_place
 
 __all__ = ["Function", "duplicate", "function"]
 

@@ -15,8 +15,8 @@ from torch import nn
 from autotp.capture.source_model import left_behind
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
-from autotp.run.model import More, ShardedModel, State, Store, model_class
-from autotp.run.variant import Signature, mode_of
+from autotp.runtime.model import More, ShardedModel, State, Store, model_class
+from autotp.runtime.variant import Signature, mode_of
 
 __all__ = ["build_tree", "refuse_sharded"]
 

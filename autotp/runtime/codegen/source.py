@@ -11,8 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autotp.run.tidy import named_device, tidied, wrapped
-from autotp.run.variant import Variant
+from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
+from autotp.runtime.variant import Variant
 
 __all__ = ["source"]
 
