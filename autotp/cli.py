@@ -30,10 +30,10 @@ from autotp.errors import AutotpError, PlanError
 from autotp.generation import Wanted, generated
 from autotp.generation import check as check_generation
 from autotp.laws.check import check
-from autotp.layouts import check_layout
 from autotp.models import load_with_inputs
 from autotp.oprules import rulebook
 from autotp.options import Options
+from autotp.planner.layouts import check_layout
 from autotp.random_weights import materialize
 from autotp.records.evidence import Evidence
 from autotp.records.json_record import encode

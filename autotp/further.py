@@ -11,8 +11,8 @@ from autotp.capture.cache import widened
 from autotp.capture.heap import give_back
 from autotp.capture.program import Program
 from autotp.capture.source_model import device_of, valueless, whole_of
-from autotp.constraints import within
 from autotp.options import Options
+from autotp.planner.constraints import within
 from autotp.records.plan import CacheRecord, Plan
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel, add_variant

@@ -39,12 +39,12 @@ from autotp.checkpoint.quantised import without_quantisation
 from autotp.checkpoint.reading import part, read_buffers, read_local, shown
 from autotp.checkpoint.stored import Stored
 from autotp.checkpoint.writing import Writer, check_space, writing
-from autotp.constraints import followed
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
 from autotp.models import config_fields
 from autotp.options import Keywords
 from autotp.pipeline import planned
+from autotp.planner.constraints import followed
 from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.blocks import join

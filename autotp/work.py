@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
-from autotp.analysis import Decision
 from autotp.capture.cache import stated
 from autotp.capture.capture import capture
 from autotp.capture.clean import retarget
@@ -23,25 +22,27 @@ from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.quantised import refuse_model
 from autotp.checkpoint.store import GroupStore
-from autotp.constraints import as_overridden, as_planned, followed
 from autotp.cost.machine import Machine, load_machine
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
-from autotp.offers import offered
 from autotp.oprules import rulebook
 from autotp.options import Options
-from autotp.passes.account import Asked, Found, account
-from autotp.passes.account_phases import with_phases
-from autotp.passes.analyse import analyse
 from autotp.passes.check import check
-from autotp.passes.match import match
 from autotp.passes.outline import Outlined, Shorter, outline
 from autotp.passes.outline_meta import Kept
-from autotp.passes.pose import Posed, decide, pose
-from autotp.passes.pose_phases import PosedPhase, pose_phases
 from autotp.passes.rewrite import Rewritten, Target, rewrite
 from autotp.passes.shared_heads import with_shared_heads
 from autotp.passes.unmask import unmasked
+from autotp.planner.analysis import Decision
+from autotp.planner.constraints import as_overridden, as_planned, followed
+from autotp.planner.formulate import Posed, decide, pose
+from autotp.planner.formulate_phases import PosedPhase, pose_phases
+from autotp.planner.match import match
+from autotp.planner.offers import offered
+from autotp.planner.propagate import analyse
+from autotp.planner.summary.phases import with_phases
+from autotp.planner.summary.summarise import Asked, Found, account
+from autotp.planner.terms import Constraint, Terms
 from autotp.records.plan import CacheRecord, Plan
 from autotp.records.replication import much_whole
 from autotp.runtime.group.process_group import Group, exists, is_real
@@ -53,7 +54,6 @@ from autotp.solver.joint import parted
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.sums import check_sums
-from autotp.terms import Constraint, Terms
 
 __all__ = ["Made", "Work"]
 

@@ -6,11 +6,11 @@ from typing import Any
 from torch import nn
 
 from autotp.algebra.axis import Atom, Dim
-from autotp.analysis import Analysis, AxisPair, Matching
 from autotp.capture.capture import capture
 from autotp.oprules.rulebook import load
-from autotp.passes.analyse import analyse
-from autotp.passes.match import match
+from autotp.planner.analysis import Analysis, AxisPair, Matching
+from autotp.planner.match import match
+from autotp.planner.propagate import analyse
 from tests import models
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from autotp.options import Options
-from autotp.passes.pose import Posed
+from autotp.planner.formulate import Posed
 from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autotp.analysis import Analysis, Use
 from autotp.capture.capture import capture
 from autotp.errors import RuleError, UnknownOpError
 from autotp.oprules.notation import parse
 from autotp.oprules.rulebook import Rulebook, load
-from autotp.passes.analyse import analyse
+from autotp.planner.analysis import Analysis, Use
+from autotp.planner.propagate import analyse
 from tests import models
 from tests.analysed import Analysed, family
 

@@ -6,7 +6,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import autotp
-from autotp.analysis import Operand
 from autotp.capture.sizes import Sizes
 from autotp.laws.rule_cases import Sample, call, cases, flags, real, words
 from autotp.laws.rule_laws import strategies_of, violations
@@ -14,6 +13,7 @@ from autotp.oprules.discover import discover
 from autotp.oprules.discover.call import opaque_of
 from autotp.oprules.rule import Discovery
 from autotp.oprules.rulebook import load
+from autotp.planner.analysis import Operand
 from autotp.records.plan import Plan
 from autotp.show.report import text
 from tests.opaque_ops import opaque

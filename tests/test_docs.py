@@ -29,7 +29,7 @@ from autotp import cli
 from autotp.cost import conversions as price
 from autotp.oprules import rulebook
 from autotp.options import Options
-from autotp.passes.pose import decide
+from autotp.planner.formulate import decide
 from autotp.solver.solve import solve
 from autotp.work import Made, Work
 

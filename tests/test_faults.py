@@ -19,11 +19,11 @@ from torch import fx, nn
 
 from autotp.algebra.placement import PARTIAL, Placement
 from autotp.algebra.split import Extent, Segment, Split
-from autotp.analysis import Decision
-from autotp.core.strategy import Strategy
 from autotp.errors import VerifyError
 from autotp.passes.check import check
-from autotp.passes.pose import Posed
+from autotp.planner.analysis import Decision
+from autotp.planner.formulate import Posed
+from autotp.planner.strategy import Strategy
 from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace

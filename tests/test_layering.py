@@ -29,7 +29,7 @@ def test_the_house_keeps_its_laws() -> None:
         ("autotp/solver/solve.py", "import autotp.pipeline", "passes imports autotp.pipeline"),
         (
             "autotp/solver/solve.py",
-            "from autotp.passes.analyse import x",
+            "from autotp.planner.propagate import x",
             "stage solve imports stage analyse",
         ),
         (

@@ -15,10 +15,10 @@ from torch import nn
 
 import autotp
 from autotp.capture.cache import flat
-from autotp.constraints import as_planned
 from autotp.errors import PlanError
 from autotp.options import Options
-from autotp.passes.pose_phases import PosedPhase, pose_phases
+from autotp.planner.constraints import as_planned
+from autotp.planner.formulate_phases import PosedPhase, pose_phases
 from autotp.records.plan import Plan
 from autotp.solver.joint import Phase, Tie, joined, parted
 from autotp.solver.problem import LEVELS, Problem

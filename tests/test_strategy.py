@@ -8,8 +8,8 @@ from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.partition import Offers, Part, Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement, split
 from autotp.algebra.size import Size
-from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.oprules.rule import Factor, NodeRule
+from autotp.planner.strategy import Facts, Strategy, strategies
 
 TOKENS, WIDTH, OUT = 6, 12, 18
 

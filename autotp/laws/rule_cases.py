@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from autotp.analysis import Analysis, Use
 from autotp.capture.program import Program
 from autotp.oprules.rulebook import Rulebook
-from autotp.passes.analyse import analyse
+from autotp.planner.analysis import Analysis, Use
+from autotp.planner.propagate import analyse
 
 
 @dataclass(frozen=True, slots=True)

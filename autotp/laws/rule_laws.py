@@ -27,8 +27,6 @@ from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.partition import Offers, Part, Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, Kind, Placement
 from autotp.algebra.split import Split
-from autotp.analysis import Decision
-from autotp.core.strategy import Facts, Strategy, strategies
 from autotp.cost.conversions import Prices
 from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
@@ -36,6 +34,8 @@ from autotp.laws.rule_cases import Case
 from autotp.laws.rule_rank import RankInterpreter
 from autotp.oprules.rulebook import root
 from autotp.passes.rewrite import Target, rewrite
+from autotp.planner.analysis import Decision
+from autotp.planner.strategy import Facts, Strategy, strategies
 from autotp.runtime.ops import library as conjugates
 from autotp.runtime.ops.blocks import first_copy, put, take
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first

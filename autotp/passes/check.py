@@ -19,9 +19,9 @@ from torch._ops import OpOverload
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.algebra.split import Peers, Split
-from autotp.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
+from autotp.planner.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
 from autotp.records.trace import TracedValue
 
 __all__ = ["check"]

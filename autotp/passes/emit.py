@@ -19,9 +19,9 @@ from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
-from autotp.analysis import Use
-from autotp.core.strategy import Strategy
 from autotp.passes.emit_conversion import Target
+from autotp.planner.analysis import Use
+from autotp.planner.strategy import Strategy
 
 __all__ = ["FORMS", "Site", "local_length", "local_size"]
 

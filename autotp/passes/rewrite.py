@@ -22,7 +22,12 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, REPLICATED, Placement
 from autotp.algebra.split import Split
-from autotp.analysis import (
+from autotp.cost.conversions import COLLECTIVES, Delivered
+from autotp.passes.emit import FORMS, Site
+from autotp.passes.emit_bucket import share_gradients
+from autotp.passes.emit_conversion import Target, conversion
+from autotp.passes.rewrite_causes import Causes
+from autotp.planner.analysis import (
     Analysis,
     Decision,
     Emitted,
@@ -32,12 +37,7 @@ from autotp.analysis import (
     gradients_reach,
     source_of,
 )
-from autotp.core.strategy import Strategy
-from autotp.cost.conversions import COLLECTIVES, Delivered
-from autotp.passes.emit import FORMS, Site
-from autotp.passes.emit_bucket import share_gradients
-from autotp.passes.emit_conversion import Target, conversion
-from autotp.passes.rewrite_causes import Causes
+from autotp.planner.strategy import Strategy
 from autotp.records.trace import TracedValue
 
 __all__ = ["Rewritten", "Target", "rewrite"]

@@ -10,7 +10,7 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import PARTIAL, SHARED, Placement
-from autotp.analysis import Analysis, Decision, Use, Value
+from autotp.planner.analysis import Analysis, Decision, Use, Value
 
 __all__ = ["Causes"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autotp.algebra.size import Size
-from autotp.analysis import Operand
 from autotp.capture.sizes import Sizes
+from autotp.planner.analysis import Operand
 
 __all__ = ["Opaque", "Values", "opaque_of"]
 

@@ -8,10 +8,10 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, Placement
-from autotp.analysis import Analysis, Kept, Value, kept_outputs
 from autotp.errors import PlanError
+from autotp.planner.analysis import Analysis, Kept, Value, kept_outputs
+from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS
-from autotp.terms import Terms
 
 __all__ = ["Caches"]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.split import Split
-from autotp.analysis import Kept, kept_outputs
 from autotp.capture.sizes import Pricing
-from autotp.passes.account_found import Found
+from autotp.planner.analysis import Kept, kept_outputs
+from autotp.planner.summary.found import Found
 from autotp.records.plan import CacheRecord
 
 __all__ = ["caches", "held"]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autotp.algebra.axis import Atom
-from autotp.analysis import Analysis, Matching, Use, Value
+from autotp.planner.analysis import Analysis, Matching, Use, Value
 
 __all__ = ["with_experts"]
 

@@ -14,7 +14,6 @@ import torch
 from torch import fx
 
 from autotp.algebra.axis import Dim, Forest
-from autotp.analysis import Analysis, Operand, Use, Value, gradients_return, results_of, source_of
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
 from autotp.errors import UnknownOpError
@@ -24,6 +23,15 @@ from autotp.oprules.discover.call import Opaque, opaque_of
 from autotp.oprules.discover.discover import bound, discovered
 from autotp.oprules.rule import Discovery, Factor, NodeRule, Row
 from autotp.oprules.rulebook import Rulebook
+from autotp.planner.analysis import (
+    Analysis,
+    Operand,
+    Use,
+    Value,
+    gradients_return,
+    results_of,
+    source_of,
+)
 
 __all__ = ["analyse"]
 

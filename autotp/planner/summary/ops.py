@@ -2,10 +2,10 @@
 
 from torch import fx
 
-from autotp.analysis import Analysis
 from autotp.oprules.rule import Discovery
 from autotp.oprules.rulebook import Differing
-from autotp.passes.account_found import Found
+from autotp.planner.analysis import Analysis
+from autotp.planner.summary.found import Found
 from autotp.records.plan import DifferingRecord, DiscoveredRecord
 
 __all__ = ["differing", "discovered", "path_of", "unruled"]

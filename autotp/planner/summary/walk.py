@@ -16,10 +16,10 @@ from torch import fx
 from autotp.algebra.axis import Atom
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.analysis import Analysis, Use, Value, leaving_whole
-from autotp.core.strategy import Strategy
-from autotp.layouts import Layouts
 from autotp.oprules.rule import Factor
+from autotp.planner.analysis import Analysis, Use, Value, leaving_whole
+from autotp.planner.layouts import Layouts
+from autotp.planner.strategy import Strategy
 
 __all__ = ["Stop", "Walk", "place"]
 

@@ -22,12 +22,12 @@ from itertools import combinations
 import networkx as nx
 
 from autotp.algebra.axis import Atom
-from autotp.analysis import Analysis, AxisPair, Matching, Use, Value, leaving_whole
 from autotp.oprules.rule import Factor
 from autotp.oprules.rulebook import Role, Rulebook
-from autotp.passes.match_bytes import carried
-from autotp.passes.match_experts import with_experts
-from autotp.passes.match_lookup import is_table
+from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, Value, leaving_whole
+from autotp.planner.match_bytes import carried
+from autotp.planner.match_experts import with_experts
+from autotp.planner.match_lookup import is_table
 
 __all__ = ["match"]
 

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
-from autotp.analysis import Analysis, Matching, Value
 from autotp.cost.collectives import time_ps
-from autotp.terms import Terms
+from autotp.planner.analysis import Analysis, Matching, Value
+from autotp.planner.terms import Terms
 
 __all__ = ["Weights"]
 

@@ -3,8 +3,8 @@
 import torch
 from torch import fx
 
-from autotp.analysis import Analysis, Use, source_of
 from autotp.oprules.rulebook import Rulebook
+from autotp.planner.analysis import Analysis, Use, source_of
 
 __all__ = ["is_table"]
 

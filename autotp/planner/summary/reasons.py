@@ -13,13 +13,13 @@ from autotp.algebra.axis import Atom
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED
 from autotp.algebra.split import Split
-from autotp.analysis import AxisPair
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole
-from autotp.layouts import Layouts, overridden
-from autotp.offers import factored
-from autotp.passes.account_found import Asked, Found
-from autotp.passes.account_walk import Stop, Walk, place
+from autotp.planner.analysis import AxisPair
+from autotp.planner.layouts import Layouts, overridden
+from autotp.planner.offers import factored
+from autotp.planner.summary.found import Asked, Found
+from autotp.planner.summary.walk import Stop, Walk, place
 from autotp.records.replication import starred
 
 __all__ = ["Reasons"]

@@ -15,17 +15,17 @@ from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.partition import Part, Partition
 from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.split import Extent, Split
-from autotp.analysis import AxisPair, Emitted
 from autotp.capture.program import Program
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
 from autotp.cost.conversions import SUMS, moved_bytes
-from autotp.layouts import Layouts
-from autotp.passes.account_cache import caches, held
-from autotp.passes.account_found import Asked, Found
-from autotp.passes.account_ops import differing, discovered, unruled
-from autotp.passes.account_reasons import Reasons
+from autotp.planner.analysis import AxisPair, Emitted
+from autotp.planner.layouts import Layouts
+from autotp.planner.summary.caches import caches, held
+from autotp.planner.summary.found import Asked, Found
+from autotp.planner.summary.ops import differing, discovered, unruled
+from autotp.planner.summary.reasons import Reasons
 from autotp.records.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
 from autotp.records.replication import much_whole
 from autotp.solver.problem import LEVELS, Solution

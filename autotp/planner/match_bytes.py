@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from autotp.algebra.axis import Atom, Dim, Forest
-from autotp.analysis import Analysis
+from autotp.planner.analysis import Analysis
 
 __all__ = ["carried"]
 

@@ -14,10 +14,10 @@ from torch import fx
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import Placement
 from autotp.capture.program import Program
-from autotp.core.strategy import Strategy
 from autotp.cost.conversions import Delivered, Prices
 from autotp.oprules.rule import Discovery, NodeRule, Row
 from autotp.oprules.rulebook import Differing, Role
+from autotp.planner.strategy import Strategy
 
 __all__ = [
     "Analysis",

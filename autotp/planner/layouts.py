@@ -17,8 +17,8 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.analysis import Analysis, Matching, Use, Value
 from autotp.errors import PlanError
+from autotp.planner.analysis import Analysis, Matching, Use, Value
 
 __all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.analysis import Analysis, Value, kept_outputs
-from autotp.passes.pose import Posed
+from autotp.planner.analysis import Analysis, Value, kept_outputs
+from autotp.planner.formulate import Posed
 from autotp.solver.joint import Phase, Tie, joined
 from autotp.solver.problem import Problem
 

@@ -8,10 +8,10 @@ from typing import Any
 from autotp.algebra.axis import Atom
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.analysis import Analysis, Matching
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.errors import PlanError
-from autotp.layouts import Layouts, check_layout, overridden
+from autotp.planner.analysis import Analysis, Matching
+from autotp.planner.layouts import Layouts, check_layout, overridden
 from autotp.records.plan import Plan
 
 __all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed", "within"]

@@ -25,7 +25,9 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, SHARED, Placement
-from autotp.analysis import (
+from autotp.cost.conversions import Cost, Delivered, Prices
+from autotp.errors import PlanError
+from autotp.planner.analysis import (
     Analysis,
     Decision,
     Matching,
@@ -34,13 +36,11 @@ from autotp.analysis import (
     leaving_whole,
     source_of,
 )
-from autotp.core.strategy import Facts, Strategy, strategies
-from autotp.cost.conversions import Cost, Delivered, Prices
-from autotp.errors import PlanError
-from autotp.passes.pose_cache import Caches
-from autotp.passes.pose_weights import Weights
+from autotp.planner.formulate_cache import Caches
+from autotp.planner.formulate_weights import Weights
+from autotp.planner.strategy import Facts, Strategy, strategies
+from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
-from autotp.terms import Terms
 
 __all__ = ["Posed", "decide", "pose"]
 

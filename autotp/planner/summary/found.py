@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autotp.analysis import Analysis, Decision, Emitted, Matching
 from autotp.capture.sizes import Pricing
-from autotp.core.strategy import Strategy
 from autotp.cost.machine import Machine
+from autotp.planner.analysis import Analysis, Decision, Emitted, Matching
+from autotp.planner.strategy import Strategy
 from autotp.records.plan import Plan
 from autotp.solver.problem import Solution
 

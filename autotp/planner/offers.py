@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.partition import Offers, Part, Partition
-from autotp.analysis import Analysis, AxisPair, Matching
+from autotp.planner.analysis import Analysis, AxisPair, Matching
 
 __all__ = ["factored", "offered"]
 
