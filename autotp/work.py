@@ -25,14 +25,14 @@ from autotp.checkpoint.store import GroupStore
 from autotp.cost.machine import Machine, load_machine
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
+from autotp.lower.check import check
+from autotp.lower.node_meta import Kept
+from autotp.lower.outline import Outlined, Shorter, outline
+from autotp.lower.rewrite import Rewritten, Target, rewrite
+from autotp.lower.shared_heads import with_shared_heads
+from autotp.lower.unmask import unmasked
 from autotp.oprules import rulebook
 from autotp.options import Options
-from autotp.passes.check import check
-from autotp.passes.outline import Outlined, Shorter, outline
-from autotp.passes.outline_meta import Kept
-from autotp.passes.rewrite import Rewritten, Target, rewrite
-from autotp.passes.shared_heads import with_shared_heads
-from autotp.passes.unmask import unmasked
 from autotp.planner.analysis import Decision
 from autotp.planner.constraints import as_overridden, as_planned, followed
 from autotp.planner.formulate import Posed, decide, pose

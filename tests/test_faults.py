@@ -20,7 +20,7 @@ from torch import fx, nn
 from autotp.algebra.placement import PARTIAL, Placement
 from autotp.algebra.split import Extent, Segment, Split
 from autotp.errors import VerifyError
-from autotp.passes.check import check
+from autotp.lower.check import check
 from autotp.planner.analysis import Decision
 from autotp.planner.formulate import Posed
 from autotp.planner.strategy import Strategy

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autotp.capture.capture import capture
 from autotp.capture.program import Guard
 from autotp.errors import CaptureError, PlanError, WeightsError
-from autotp.passes.outline import outline
+from autotp.lower.outline import outline
 from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
 from autotp.runtime.layer import Layer
 from autotp.runtime.model import ShardedModel, add_variant

@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import (
 import autotp.runtime.ops.library  # noqa: F401  registers torch.ops.autotp
 from autotp.capture.capture import capture
 from autotp.capture.program import Program
-from autotp.passes.outline import Outlined, outline
+from autotp.lower.outline import Outlined, outline
 from tests import models
 
 ATEN = torch.ops.aten

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from autotp.errors import RuleError
+from autotp.lower.local_ops import FORMS
 from autotp.oprules.derive.derive import RULES
 from autotp.oprules.rulebook import _KEYS, Rulebook, load, root
-from autotp.passes.emit import FORMS
 
 ROW = """
 [[row]]

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import autotp
-from autotp.passes.shared_heads import with_shared_heads
+from autotp.lower.shared_heads import with_shared_heads
 from tests.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

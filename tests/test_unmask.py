@@ -11,7 +11,7 @@ from torch.nn import functional
 import autotp
 from autotp.capture.capture import capture
 from autotp.capture.conditions import Plain
-from autotp.passes.unmask import ATTENTION, unmasked
+from autotp.lower.unmask import ATTENTION, unmasked
 from tests.models import build
 
 Mask = Callable[..., Tensor]

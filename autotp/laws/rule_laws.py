@@ -32,8 +32,8 @@ from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
 from autotp.laws.rule_cases import Case
 from autotp.laws.rule_rank import RankInterpreter
+from autotp.lower.rewrite import Target, rewrite
 from autotp.oprules.rulebook import root
-from autotp.passes.rewrite import Target, rewrite
 from autotp.planner.analysis import Decision
 from autotp.planner.strategy import Facts, Strategy, strategies
 from autotp.runtime.ops import library as conjugates

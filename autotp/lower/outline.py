@@ -15,8 +15,8 @@ from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
 from autotp.capture.conditions import Condition
-from autotp.passes.outline_meta import Kept
-from autotp.passes.outline_regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
+from autotp.lower.node_meta import Kept
+from autotp.lower.regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
 
 __all__ = ["Outlined", "Shorter", "outline"]
 

@@ -23,10 +23,10 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, REPLICATED, Placement
 from autotp.algebra.split import Split
 from autotp.cost.conversions import COLLECTIVES, Delivered
-from autotp.passes.emit import FORMS, Site
-from autotp.passes.emit_bucket import share_gradients
-from autotp.passes.emit_conversion import Target, conversion
-from autotp.passes.rewrite_causes import Causes
+from autotp.lower.conversion import Target, conversion
+from autotp.lower.gradient_bucket import share_gradients
+from autotp.lower.local_ops import FORMS, Site
+from autotp.lower.rewrite_causes import Causes
 from autotp.planner.analysis import (
     Analysis,
     Decision,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autotp.algebra.split import Peers, Split
-from autotp.passes.emit_conversion import Target
+from autotp.lower.conversion import Target
 from autotp.planner.analysis import Emitted
 from autotp.records.plan import BUCKET
 from autotp.sums import sum_dtype

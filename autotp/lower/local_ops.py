@@ -19,7 +19,7 @@ from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
-from autotp.passes.emit_conversion import Target
+from autotp.lower.conversion import Target
 from autotp.planner.analysis import Use
 from autotp.planner.strategy import Strategy
 

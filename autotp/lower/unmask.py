@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, plain_values
-from autotp.passes.unmask_proof import Part, Says, part_of, verdict
+from autotp.lower.mask_evaluation import Part, Says, part_of, verdict
 
 __all__ = ["Unmasked", "unmasked"]
 
