@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.capture.heap import give_back
 from autotp.checkpoint.directory import Checkpoint, read_json
-from autotp.checkpoint.hollow import fill_buffers, hollow
-from autotp.checkpoint.incoming import incoming, mark_used
-from autotp.checkpoint.parts import PLAN, Manifest, check_parts, is_sharded, part_of
-from autotp.checkpoint.quantised import quantiser_of
-from autotp.checkpoint.reading import empty_shards, part, read_buffers, read_shards, untie
-from autotp.checkpoint.sample import samples
-from autotp.checkpoint.stored import Stored
+from autotp.checkpoint.empty_model import fill_buffers, hollow
+from autotp.checkpoint.load_map import incoming, mark_used
+from autotp.checkpoint.quantized import quantiser_of
+from autotp.checkpoint.read_shards import empty_shards, part, read_buffers, read_shards, untie
+from autotp.checkpoint.samples import samples
+from autotp.checkpoint.sharded_directory import PLAN, Manifest, check_parts, is_sharded, part_of
+from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import PlanError, WeightsError
 from autotp.models import config_fields
 from autotp.options import Keywords, Options, check_rank

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from autotp.algebra.split import Split
 from autotp.capture.source_model import whole_of
+from autotp.checkpoint.atomic_write import Writer, check_space, writing
 from autotp.checkpoint.directory import Checkpoint
-from autotp.checkpoint.hollow import fill_buffers, hollow
-from autotp.checkpoint.incoming import mark_used
-from autotp.checkpoint.layout import Entry
-from autotp.checkpoint.outgoing import Outgoing, outgoing
-from autotp.checkpoint.parts import (
+from autotp.checkpoint.empty_model import fill_buffers, hollow
+from autotp.checkpoint.load_map import mark_used
+from autotp.checkpoint.quantized import without_quantisation
+from autotp.checkpoint.read_shards import part, read_buffers, read_local, shown
+from autotp.checkpoint.safetensors_format import Entry
+from autotp.checkpoint.save_map import Outgoing, outgoing
+from autotp.checkpoint.sharded_directory import (
     MANIFEST,
     PLAN,
     Manifest,
@@ -35,10 +38,7 @@ from autotp.checkpoint.parts import (
     write_tensors,
     write_text,
 )
-from autotp.checkpoint.quantised import without_quantisation
-from autotp.checkpoint.reading import part, read_buffers, read_local, shown
-from autotp.checkpoint.stored import Stored
-from autotp.checkpoint.writing import Writer, check_space, writing
+from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
 from autotp.models import config_fields

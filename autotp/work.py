@@ -20,8 +20,8 @@ from autotp.capture.inputs import example_inputs
 from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
-from autotp.checkpoint.quantised import refuse_model
-from autotp.checkpoint.store import GroupStore
+from autotp.checkpoint.gather import GroupStore
+from autotp.checkpoint.quantized import refuse_model
 from autotp.cost.machine import Machine, load_machine
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further

@@ -16,12 +16,12 @@ from transformers import BertConfig, BertModel
 
 import autotp
 from autotp import cli, offline
+from autotp.checkpoint.atomic_write import METADATA, Writer
 from autotp.checkpoint.directory import Checkpoint
-from autotp.checkpoint.hollow import fill_buffers
-from autotp.checkpoint.layout import DTYPES, header_of, laid_out
+from autotp.checkpoint.empty_model import fill_buffers
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.stored import fill, lengths, whole_box
-from autotp.checkpoint.writing import METADATA, Writer
+from autotp.checkpoint.safetensors_format import DTYPES, header_of, laid_out
+from autotp.checkpoint.stored_tensor import fill, lengths, whole_box
 from autotp.errors import PlanError, WeightsError
 from tests.checkpoints import FAULTS, IDS, edited, model, saved
 

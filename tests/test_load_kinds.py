@@ -12,8 +12,8 @@ from torch import nn
 from transformers import BertForSequenceClassification, BertModel, LlamaForCausalLM, LlamaModel
 
 import autotp
-from autotp.checkpoint.hollow import hollow
-from autotp.checkpoint.reading import read_local
+from autotp.checkpoint.empty_model import hollow
+from autotp.checkpoint.read_shards import read_local
 from autotp.errors import PlanError, WeightsError
 from autotp.loading import opened, prepared
 from tests.checkpoints import IDS, edited, model, saved

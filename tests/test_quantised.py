@@ -15,9 +15,9 @@ from transformers import Mxfp4Config
 import autotp
 from autotp import offline
 from autotp.algebra.split import Split
-from autotp.checkpoint.hollow import hollow
-from autotp.checkpoint.quantised import quantiser_of
-from autotp.checkpoint.reading import read_local
+from autotp.checkpoint.empty_model import hollow
+from autotp.checkpoint.quantized import quantiser_of
+from autotp.checkpoint.read_shards import read_local
 from autotp.errors import WeightsError
 from autotp.loading import opened, prepared
 from tests.checkpoints import model, saved

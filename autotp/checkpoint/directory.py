@@ -14,8 +14,8 @@ from typing import Any, Final, cast
 
 import torch
 
-from autotp.checkpoint.layout import read_header
-from autotp.checkpoint.stored import File, Pickled, Stored, Written
+from autotp.checkpoint.safetensors_format import read_header
+from autotp.checkpoint.stored_tensor import File, Pickled, Stored, Written
 from autotp.errors import WeightsError
 
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "read_json"]

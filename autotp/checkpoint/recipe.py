@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.checkpoint.stored import Box, lengths, whole_box
+from autotp.checkpoint.stored_tensor import Box, lengths, whole_box
 
 __all__ = ["Recipes"]
 

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import autotp
 from autotp import offline
-from autotp.checkpoint.writing import draft
+from autotp.checkpoint.atomic_write import draft
 from autotp.errors import AutotpError
 from tests.checkpoints import FAULTS, IDS, saved
 from tests.spmd.pool import Pool

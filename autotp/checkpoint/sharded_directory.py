@@ -17,10 +17,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
+from autotp.checkpoint.atomic_write import Writer, writing
 from autotp.checkpoint.directory import Checkpoint, read_json
-from autotp.checkpoint.layout import Entry, laid_out, read_header
-from autotp.checkpoint.stored import File, Stored, Written
-from autotp.checkpoint.writing import Writer, writing
+from autotp.checkpoint.safetensors_format import Entry, laid_out, read_header
+from autotp.checkpoint.stored_tensor import File, Stored, Written
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
 

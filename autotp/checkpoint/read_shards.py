@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from autotp.algebra.split import Split
 from autotp.capture.source_model import whole_of
-from autotp.checkpoint.incoming import Converted, Remade
-from autotp.checkpoint.stored import Pickled, Stored, blocks, fill, whole_box
+from autotp.checkpoint.load_map import Converted, Remade
+from autotp.checkpoint.stored_tensor import Pickled, Stored, blocks, fill, whole_box
 from autotp.errors import WeightsError
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.runtime.group.process_group import Group, exists

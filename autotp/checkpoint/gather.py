@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autotp.checkpoint.outgoing import Outgoing, outgoing
-from autotp.checkpoint.writing import Writer, check_space, draft, publish, writing
+from autotp.checkpoint.atomic_write import Writer, check_space, draft, publish, writing
+from autotp.checkpoint.save_map import Outgoing, outgoing
 from autotp.errors import PlanError
 from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.exchange import as_one, gathered

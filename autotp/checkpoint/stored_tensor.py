@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.layout import Entry
+from autotp.checkpoint.safetensors_format import Entry
 from autotp.errors import WeightsError
 
 __all__ = ["Box", "File", "Pickled", "Stored", "Written", "blocks", "fill", "lengths", "whole_box"]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from autotp.checkpoint.directory import Checkpoint
-from autotp.checkpoint.quantised import refuse_named
+from autotp.checkpoint.quantized import refuse_named
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.stored import Box, Stored, fill, lengths, whole_box
+from autotp.checkpoint.stored_tensor import Box, Stored, fill, lengths, whole_box
 from autotp.errors import WeightsError
 from autotp.models import transformers_module
 

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from autotp.checkpoint.stored import Stored
+from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import WeightsError
 from autotp.models import transformers_module
 

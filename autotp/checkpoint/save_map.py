@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from autotp.checkpoint.directory import INDEX
-from autotp.checkpoint.layout import Entry, laid_out
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.stored import Box, whole_box
+from autotp.checkpoint.safetensors_format import Entry, laid_out
+from autotp.checkpoint.stored_tensor import Box, whole_box
 from autotp.errors import PlanError
 from autotp.models import transformers_module
 

@@ -5,7 +5,7 @@ from typing import Final
 
 from torch import Tensor
 
-from autotp.checkpoint.stored import Stored
+from autotp.checkpoint.stored_tensor import Stored
 
 __all__ = ["samples"]
 

@@ -13,7 +13,7 @@ from typing import BinaryIO, Final
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.layout import Entry, header_of
+from autotp.checkpoint.safetensors_format import Entry, header_of
 from autotp.errors import WeightsError
 
 __all__ = ["METADATA", "Writer", "check_space", "draft", "publish", "writing"]
