@@ -29,7 +29,6 @@ from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError
 from autotp.generation import Wanted, generated
 from autotp.generation import check as check_generation
-from autotp.laws.check import check
 from autotp.models import load_with_inputs
 from autotp.oprules import rulebook
 from autotp.options import Options
@@ -42,6 +41,7 @@ from autotp.show.evidence import render_evidence
 from autotp.show.output import printed
 from autotp.show.report import render, text
 from autotp.show.rules import render_rules, render_verdicts
+from autotp.verification.rules.check import check
 
 __all__ = ["main"]
 

@@ -29,8 +29,6 @@ from autotp.options import (
     check_rank,
     check_ranks,
 )
-from autotp.proof import prove
-from autotp.proof.phases import of_all_calls, with_values
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.replication import much_whole
@@ -42,6 +40,8 @@ from autotp.runtime.group.failures import waiting
 from autotp.runtime.group.process_group import Group, exists, meet, resolve
 from autotp.runtime.model import ShardedModel
 from autotp.solver.iopddl import solution_json, to_iopddl
+from autotp.verification import prove
+from autotp.verification.phases import of_all_calls, with_values
 from autotp.work import Made, Work
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold

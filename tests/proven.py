@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from autotp.options import Options
-from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
+from autotp.verification import prove
 from autotp.work import Work
 
 __all__ = ["Captured", "proven"]

@@ -21,12 +21,12 @@ from torch import nn
 
 from autotp.options import Options
 from autotp.planner.formulate import Posed
-from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.solver.problem import Edge, Problem, Variable
 from autotp.solver.solve import solve
+from autotp.verification import prove
 from autotp.work import Made, Work
 from tests.models import FAMILIES, HAND, HandShape, build
 

@@ -7,8 +7,6 @@ from torch.nn import functional
 
 import autotp
 from autotp.capture.sizes import Sizes
-from autotp.laws.rule_cases import Sample, call, cases, flags, real, words
-from autotp.laws.rule_laws import strategies_of, violations
 from autotp.oprules.discover import discover
 from autotp.oprules.discover.call import opaque_of
 from autotp.oprules.rule import Discovery
@@ -16,6 +14,8 @@ from autotp.oprules.rulebook import load
 from autotp.planner.analysis import Operand
 from autotp.records.plan import Plan
 from autotp.show.report import text
+from autotp.verification.rules.cases import Sample, call, cases, flags, real, words
+from autotp.verification.rules.laws import strategies_of, violations
 from tests.opaque_ops import opaque
 
 RULES = load()

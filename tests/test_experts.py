@@ -17,7 +17,7 @@ import autotp
 from autotp.errors import PlanError
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
-from autotp.simulate import simulate
+from autotp.verification.simulate import simulate
 from tests import zoo
 from tests.models import build
 from tests.spmd.beside import joined_over

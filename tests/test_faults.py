@@ -24,7 +24,6 @@ from autotp.lower.check import check
 from autotp.planner.analysis import Decision
 from autotp.planner.formulate import Posed
 from autotp.planner.strategy import Strategy
-from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
@@ -32,6 +31,7 @@ from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import take
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
+from autotp.verification import prove
 from autotp.work import Made, Work
 from tests.random_plans import analysed
 

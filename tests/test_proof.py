@@ -12,16 +12,16 @@ from torch import Tensor, fx
 from autotp.algebra.split import Split, block
 from autotp.errors import VerifyError
 from autotp.pipeline import verify
-from autotp.proof import prove
-from autotp.proof.agreement import Difference, difference, disagreement
-from autotp.proof.bisection import Case as Search
-from autotp.proof.bisection import first_divergence
-from autotp.proof.measure import loss_of, named_tensors
 from autotp.records.evidence import Evidence
 from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import take
+from autotp.verification import prove
+from autotp.verification.agreement import Difference, difference, disagreement
+from autotp.verification.bisection import Case as Search
+from autotp.verification.bisection import first_divergence
+from autotp.verification.measure import loss_of, named_tensors
 from tests.hand_made import ATEN, OURS, TP, Case, Edit, HandMade, Shards, case
 from tests.models import build
 from tests.proven import Captured

@@ -7,10 +7,10 @@ import pytest
 
 from autotp import cli
 from autotp.errors import RuleError
-from autotp.laws.check import check
-from autotp.laws.rule_cases import call, real, words
-from autotp.laws.written import sample_of
 from autotp.oprules.rulebook import load
+from autotp.verification.rules.cases import call, real, words
+from autotp.verification.rules.check import check
+from autotp.verification.rules.written import sample_of
 
 ROWS = """
 [[row]]

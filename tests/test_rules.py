@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 
-from autotp.laws.rule_cases import Sample, call, cases
-from autotp.laws.rule_laws import strategies_of, violations
-from autotp.laws.rule_samples import SAMPLES, X
 from autotp.oprules.notation import parse
 from autotp.oprules.rule import Row
 from autotp.oprules.rulebook import Rulebook, load
+from autotp.verification.rules.cases import Sample, call, cases
+from autotp.verification.rules.laws import strategies_of, violations
+from autotp.verification.rules.samples import SAMPLES, X
 
 RULES = load()
 

@@ -10,8 +10,8 @@ import autotp
 from autotp.errors import PlanError
 from autotp.pipeline import parallelize
 from autotp.records.plan import BUCKET, Plan
-from autotp.simulate import simulate
 from autotp.sums import sum_dtype
+from autotp.verification.simulate import simulate
 from tests.models import build
 
 NARROW = [torch.bfloat16, torch.float16]

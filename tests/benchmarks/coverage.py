@@ -29,11 +29,11 @@ import transformers
 from autotp import work as pipeline
 from autotp.oprules import rulebook
 from autotp.options import Options
-from autotp.proof import prove
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
+from autotp.verification import prove
 from autotp.work import Work
 from tests import zoo
 from tests.benchmarks.coverage_report import report

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autotp.options import Options
 from autotp.random_weights import randomise
 from autotp.runtime.group.process_group import Group
-from autotp.simulate import simulate
+from autotp.verification.simulate import simulate
 from autotp.work import Work
 from tests.models import build
 

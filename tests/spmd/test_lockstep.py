@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from autotp.pipeline import parallelize
-from autotp.simulate import simulate
+from autotp.verification.simulate import simulate
 from tests.models import build
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally

@@ -15,7 +15,7 @@ from autotp.algebra.split import block
 from autotp.cost.conversions import COLLECTIVES
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
-from autotp.simulate.joint import JOINT
+from autotp.verification.simulate.collectives import JOINT
 from tests.spmd.beside import differences, joined_over
 from tests.spmd.placed import part, whole
 from tests.spmd.pool import Pool

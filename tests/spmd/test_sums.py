@@ -11,7 +11,7 @@ from torch import Tensor
 import autotp
 from autotp.pipeline import parallelize
 from autotp.records.plan import Plan
-from autotp.simulate import simulate
+from autotp.verification.simulate import simulate
 from tests.models import build
 from tests.spmd.beside import Traffic
 from tests.spmd.pool import Pool

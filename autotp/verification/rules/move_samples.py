@@ -2,7 +2,7 @@
 
 import torch
 
-from autotp.laws.rule_cases import Sample, call, complexes, flags, real, words
+from autotp.verification.rules.cases import Sample, call, complexes, flags, real, words
 
 X = real(6, 2, 12)
 

@@ -30,8 +30,6 @@ from autotp.algebra.split import Split
 from autotp.cost.conversions import Prices
 from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
-from autotp.laws.rule_cases import Case
-from autotp.laws.rule_rank import RankInterpreter
 from autotp.lower.rewrite import Target, rewrite
 from autotp.oprules.rulebook import root
 from autotp.planner.analysis import Decision
@@ -39,6 +37,8 @@ from autotp.planner.strategy import Facts, Strategy, strategies
 from autotp.runtime.ops import library as conjugates
 from autotp.runtime.ops.blocks import first_copy, put, take
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
+from autotp.verification.rules.cases import Case
+from autotp.verification.rules.rank import RankInterpreter
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10

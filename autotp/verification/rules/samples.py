@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from autotp.laws.rule_cases import (
+from autotp.verification.rules.cases import (
     Drawn,
     Sample,
     call,
@@ -19,7 +19,7 @@ from autotp.laws.rule_cases import (
     short,
     words,
 )
-from autotp.laws.rule_moves import MOVES, each
+from autotp.verification.rules.move_samples import MOVES, each
 
 X, Y, POSITIVE, FLAGS = real(6, 2, 12), real(12), positive(6, 2, 12), flags(6, 2, 12)
 FEW, MANY = words(6, 2, 12, below=3), words(6, 2, 12, below=9)

@@ -9,9 +9,9 @@ another, so that gradients are in lockstep as well. A wrong graph gives wrong va
 would there; what would hang there is an error.
 """
 
-from autotp.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
-from autotp.simulate.ranks import Simulation, simulate, variant_for, walk
-from autotp.simulate.whereabouts import op_name, whereabouts
+from autotp.verification.simulate.locations import op_name, whereabouts
+from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
+from autotp.verification.simulate.ranks import Simulation, simulate, variant_for, walk
 
 __all__ = [
     "OUTPUT",

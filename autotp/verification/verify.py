@@ -18,13 +18,13 @@ from torch import nn
 
 from autotp.capture.program import Program
 from autotp.errors import VerifyError
-from autotp.proof.bisection import Case, first_divergence
-from autotp.proof.figures import Compared, Figures
-from autotp.proof.runs import Runs
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.model import ShardedModel
+from autotp.verification.bisection import Case, first_divergence
+from autotp.verification.figures import Compared, Figures
+from autotp.verification.runs import Runs
 
 __all__ = ["prove"]
 

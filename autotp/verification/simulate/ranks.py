@@ -16,8 +16,8 @@ from autotp.records.plan import CacheRecord
 from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import join, take
 from autotp.runtime.variant import Variant
-from autotp.simulate.joint import Tally
-from autotp.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
+from autotp.verification.simulate.collectives import Tally
+from autotp.verification.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
 
 __all__ = ["Simulation", "input_leaves", "simulate", "variant_for", "walk"]
 

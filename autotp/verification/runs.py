@@ -9,11 +9,11 @@ from torch.utils import _pytree as pytree
 from autotp.capture.cache import CacheState, rebuilt, stated
 from autotp.capture.program import named_leaves
 from autotp.errors import VerifyError
-from autotp.proof.bisection import Case
-from autotp.proof.figures import Figures, gaps_between
-from autotp.proof.measure import Results, beside_loss, measured
 from autotp.records.plan import Plan
-from autotp.simulate.ranks import input_leaves
+from autotp.verification.bisection import Case
+from autotp.verification.figures import Figures, gaps_between
+from autotp.verification.measure import Results, beside_loss, measured
+from autotp.verification.simulate.ranks import input_leaves
 
 __all__ = ["Runs"]
 

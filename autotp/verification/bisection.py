@@ -17,13 +17,21 @@ from torch import Tensor, nn
 
 from autotp.capture.program import Program
 from autotp.errors import VerifyError
-from autotp.proof.agreement import CLAIMS, DUAL, disagreement
-from autotp.proof.emitted import Emitted, Value, whole_part
-from autotp.proof.meaning import meaning
-from autotp.proof.measure import beside_loss, gradients_of, loss_of
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.model import ShardedModel
-from autotp.simulate import OUTPUT, Observe, Read, Simulation, simulate, variant_for, walk
+from autotp.verification.agreement import CLAIMS, DUAL, disagreement
+from autotp.verification.emitted import Emitted, Value, whole_part
+from autotp.verification.likely_faults import meaning
+from autotp.verification.measure import beside_loss, gradients_of, loss_of
+from autotp.verification.simulate import (
+    OUTPUT,
+    Observe,
+    Read,
+    Simulation,
+    simulate,
+    variant_for,
+    walk,
+)
 
 __all__ = ["Case", "first_divergence"]
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.errors import RuleError
-from autotp.laws.rule_cases import Case, Drawn, Sample, cases, overload
-from autotp.laws.rule_laws import strategies_of, violations
-from autotp.laws.rule_samples import SAMPLES
-from autotp.laws.written import sample_of
 from autotp.oprules.rule import Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.records.rule_verdict import Verdict
+from autotp.verification.rules.cases import Case, Drawn, Sample, cases, overload
+from autotp.verification.rules.laws import strategies_of, violations
+from autotp.verification.rules.samples import SAMPLES
+from autotp.verification.rules.written import sample_of
 
 __all__ = ["check"]
 

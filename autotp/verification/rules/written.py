@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autotp.errors import RuleError
-from autotp.laws.rule_cases import (
+from autotp.verification.rules.cases import (
     Sample,
     complexes,
     fixed,

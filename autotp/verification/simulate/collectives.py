@@ -21,8 +21,8 @@ from autotp.errors import VerifyError
 from autotp.runtime.ops.blocks import rejoined, segments
 from autotp.runtime.ops.grouped_rows import local_index, own_bounds
 from autotp.runtime.ops.primitives import Cut, Wire
-from autotp.simulate.primitives import PRIMITIVES
 from autotp.sums import sum_dtype
+from autotp.verification.simulate.primitives import PRIMITIVES
 
 __all__ = ["JOINT", "NAMESPACES", "Arguments", "Joint", "Tally"]
 

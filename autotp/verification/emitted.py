@@ -9,7 +9,8 @@ from autotp.algebra.placement import REPLICATED
 from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.variant import Variant
-from autotp.simulate import OUTPUT, Part, flat_name, op_name, whereabouts
+from autotp.verification.simulate import OUTPUT, Part, flat_name, op_name
+from autotp.verification.simulate import locations as whereabouts
 
 __all__ = ["Emitted", "Value", "whole_part"]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from autotp.algebra.placement import Kind
-from autotp.proof.agreement import CLAIMS, Claim, difference, disagreement
+from autotp.verification.agreement import CLAIMS, Claim, difference, disagreement
 
 __all__ = ["meaning"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from autotp.errors import AutotpError, VerifyError
-from autotp.simulate.joint import JOINT, NAMESPACES, Tally
-from autotp.simulate.whereabouts import op_name, whereabouts
+from autotp.verification.simulate.collectives import JOINT, NAMESPACES, Tally
+from autotp.verification.simulate.locations import op_name, whereabouts
 
 __all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "flat_name"]
 

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from autotp.proof.agreement import Difference, disagreement
-from autotp.proof.measure import Results
 from autotp.records.plan import ParameterRecord, Plan
+from autotp.verification.agreement import Difference, disagreement
+from autotp.verification.measure import Results
 
 __all__ = ["Compared", "Figures", "gaps_between"]
 
