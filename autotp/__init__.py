@@ -15,8 +15,8 @@ from autotp.loading import from_pretrained
 from autotp.pipeline import parallelize, plan, verify
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
+from autotp.report import plan as _report
 from autotp.runtime.model import ShardedModel
-from autotp.show import report as _report
 
 _ = _report  # imported for what it registers: print(plan) shows the report
 

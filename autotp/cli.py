@@ -37,10 +37,10 @@ from autotp.random_weights import materialize
 from autotp.records.evidence import Evidence
 from autotp.records.json_record import encode
 from autotp.records.plan import Plan
-from autotp.show.evidence import render_evidence
-from autotp.show.output import printed
-from autotp.show.report import render, text
-from autotp.show.rules import render_rules, render_verdicts
+from autotp.report.evidence import render_evidence
+from autotp.report.plan import render, text
+from autotp.report.rules import render_rules, render_verdicts
+from autotp.report.terminal import printed
 from autotp.verification.rules.check import check
 
 __all__ = ["main"]

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.runtime.ops.library as _ops
 from autotp.capture.source_model import check_values, device_of
-from autotp.dump import graph_json
 from autotp.errors import PlanError
 from autotp.models import load
 from autotp.options import (
@@ -33,6 +32,7 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.replication import much_whole
 from autotp.records.trace import Trace
+from autotp.report.graph_json import graph_json
 from autotp.runtime.group.agreement import agree, agree_weights
 from autotp.runtime.group.debug_compare import Comparison
 from autotp.runtime.group.exchange import as_one

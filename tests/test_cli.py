@@ -18,7 +18,7 @@ from torch import nn
 from autotp import cli
 from autotp.errors import PlanError
 from autotp.records.evidence import Evidence
-from autotp.show.report import text
+from autotp.report.plan import text
 from tests.plans import decoder_plan
 
 ROOT = Path(__file__).parents[1]
@@ -379,7 +379,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 
 def test_output_fits_a_terminal_of_few_letters() -> None:
     code = (
-        "from autotp.show.output import printed; from autotp.show.report import render; "
+        "from autotp.report.terminal import printed; from autotp.report.plan import render; "
         "from tests.plans import decoder_plan; printed(render(decoder_plan(layers=1, tp=2)))"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}

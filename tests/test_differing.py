@@ -10,7 +10,7 @@ import autotp
 from autotp.errors import RuleError
 from autotp.oprules.rulebook import load, root
 from autotp.records.plan import DifferingRecord, Plan
-from autotp.show.report import text
+from autotp.report.plan import text
 
 TIES = "equal values may be taken in any order"
 SUMMED = "its gradient is summed in an order of its own on CUDA"

@@ -13,7 +13,7 @@ from autotp.oprules.rule import Discovery
 from autotp.oprules.rulebook import load
 from autotp.planner.analysis import Operand
 from autotp.records.plan import Plan
-from autotp.show.report import text
+from autotp.report.plan import text
 from autotp.verification.rules.cases import Sample, call, cases, flags, real, words
 from autotp.verification.rules.laws import strategies_of, violations
 from tests.opaque_ops import opaque

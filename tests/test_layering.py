@@ -24,7 +24,11 @@ def test_the_house_keeps_its_laws() -> None:
         ),
         ("autotp/errors.py", "import autotp.records.plan", "errors imports autotp.records.plan"),
         ("autotp/run/new.py", "from autotp.passes import solve", "run imports autotp.solver.solve"),
-        ("autotp/run/new.py", "from autotp.show.units import x", "run imports autotp.show.units"),
+        (
+            "autotp/run/new.py",
+            "from autotp.report.units import x",
+            "run imports autotp.report.units",
+        ),
         ("autotp/show/new.py", "import autotp.solver.solve", "show imports autotp.solver.solve"),
         ("autotp/solver/solve.py", "import autotp.pipeline", "passes imports autotp.pipeline"),
         (

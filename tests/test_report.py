@@ -11,9 +11,9 @@ from transformers import ViTConfig, ViTModel
 
 import autotp
 from autotp.records.plan import BUCKET, Pair, Plan
-from autotp.show.distinct import pair_rows, pattern
-from autotp.show.report import text
-from autotp.show.units import bytes_text, share_text, time_text
+from autotp.report.distinct import pair_rows, pattern
+from autotp.report.plan import text
+from autotp.report.units import bytes_text, share_text, time_text
 from tests.models import build
 from tests.plans import decoder_plan, parameter
 

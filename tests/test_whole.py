@@ -14,7 +14,7 @@ from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.replication import distinct, much_whole, starred
-from autotp.show.report import text
+from autotp.report.plan import text
 from autotp.work import Work
 from tests import zoo
 

@@ -6,10 +6,10 @@ from rich.text import Text
 
 from autotp.cost.collectives import memory_bytes
 from autotp.records.plan import Plan
-from autotp.show.distinct import collective_rows
-from autotp.show.dotted import Dotted
-from autotp.show.table import titled_table
-from autotp.show.units import bytes_text, count_text, share_text, time_text
+from autotp.report.distinct import collective_rows
+from autotp.report.dotted import Dotted
+from autotp.report.table import titled_table
+from autotp.report.units import bytes_text, count_text, share_text, time_text
 
 __all__ = ["collectives", "holdings", "layouts"]
 

@@ -8,8 +8,8 @@ from rich.text import Text
 
 from autotp.oprules.rule import Row
 from autotp.records.rule_verdict import Verdict
-from autotp.show.dotted import Dotted
-from autotp.show.table import titled_table
+from autotp.report.dotted import Dotted
+from autotp.report.table import titled_table
 
 __all__ = ["render_rules", "render_verdicts"]
 

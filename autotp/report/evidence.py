@@ -6,8 +6,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from autotp.records.evidence import Evidence
-from autotp.show.table import titled_table
-from autotp.show.units import count_text, share_text
+from autotp.report.table import titled_table
+from autotp.report.units import count_text, share_text
 
 __all__ = ["render_evidence"]
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from autotp.records import display as describe
 from autotp.records.plan import BUCKET, Plan
 from autotp.records.replication import starred
-from autotp.show.distinct import (
+from autotp.report.distinct import (
     PairRow,
     ParameterRow,
     other_rows,
@@ -22,10 +22,10 @@ from autotp.show.distinct import (
     places,
     whole_rows,
 )
-from autotp.show.dotted import Dotted
-from autotp.show.ledger import collectives, holdings, layouts
-from autotp.show.table import titled_table
-from autotp.show.units import bytes_text, count_text, share_text, time_text
+from autotp.report.dotted import Dotted
+from autotp.report.table import titled_table
+from autotp.report.totals import collectives, holdings, layouts
+from autotp.report.units import bytes_text, count_text, share_text, time_text
 
 __all__ = ["render", "text"]
 
