@@ -1,5 +1,6 @@
 """autotp: an unmodified Transformer, made to run tensor-parallel."""
 
+from autotp.api import parallelize, plan, verify
 from autotp.cost.machine import Machine
 from autotp.errors import (
     AutotpError,
@@ -12,7 +13,6 @@ from autotp.errors import (
     WeightsError,
 )
 from autotp.loading import from_pretrained
-from autotp.pipeline import parallelize, plan, verify
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.report import plan as _report

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn
 
-from autotp.models import preset_names
+from autotp.model_source import preset_names
 
 __all__ = ["parsed"]
 

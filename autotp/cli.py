@@ -22,14 +22,15 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autotp import offline, pipeline
+from autotp import api as pipeline
+from autotp import offline
 from autotp.arguments import parsed
 from autotp.capture.inputs import example_inputs, positions
 from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError
 from autotp.generation import Wanted, generated
 from autotp.generation import check as check_generation
-from autotp.models import load_with_inputs
+from autotp.model_source import load_with_inputs
 from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.planner.layouts import check_layout

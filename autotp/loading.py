@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autotp.api import planned, watched
 from autotp.capture.heap import give_back
 from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.empty_model import fill_buffers, hollow
@@ -20,9 +21,8 @@ from autotp.checkpoint.samples import samples
 from autotp.checkpoint.sharded_directory import PLAN, Manifest, check_parts, is_sharded, part_of
 from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import PlanError, WeightsError
-from autotp.models import config_fields
+from autotp.model_source import config_fields
 from autotp.options import Keywords, Options, check_rank
-from autotp.pipeline import planned, watched
 from autotp.records.plan import Plan
 from autotp.runtime.group.agreement import agree_weights
 from autotp.runtime.group.exchange import as_one, texts

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.algebra.split import Split
+from autotp.api import planned
 from autotp.capture.source_model import whole_of
 from autotp.checkpoint.atomic_write import Writer, check_space, writing
 from autotp.checkpoint.directory import Checkpoint
@@ -41,9 +42,8 @@ from autotp.checkpoint.sharded_directory import (
 from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
-from autotp.models import config_fields
+from autotp.model_source import config_fields
 from autotp.options import Keywords
-from autotp.pipeline import planned
 from autotp.planner.constraints import followed
 from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import resolve

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.compiler import Work
 from autotp.options import Options
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
@@ -14,7 +15,6 @@ from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 from autotp.verification import prove
-from autotp.work import Work
 
 __all__ = ["Captured", "proven"]
 

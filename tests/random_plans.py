@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from autotp.compiler import Made, Work
 from autotp.options import Options
 from autotp.planner.formulate import Posed
 from autotp.records.evidence import Evidence
@@ -27,7 +28,6 @@ from autotp.runtime.group.process_group import Group
 from autotp.solver.problem import Edge, Problem, Variable
 from autotp.solver.solve import solve
 from autotp.verification import prove
-from autotp.work import Made, Work
 from tests.models import FAMILIES, HAND, HandShape, build
 
 __all__ = [

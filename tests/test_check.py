@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from autotp.algebra.placement import SHARED
 from autotp.algebra.split import Split, segment
+from autotp.compiler import Made, Work
 from autotp.errors import VerifyError
 from autotp.lower.check import check
 from autotp.options import Options
-from autotp.work import Made, Work
 
 TP, HIDDEN, FFN, WORDS = 2, 16, 64, 128
 OURS = torch.ops.autotp

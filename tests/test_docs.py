@@ -26,12 +26,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp import cli
+from autotp.compiler import Made, Work
 from autotp.cost import conversions as price
 from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.planner.formulate import decide
 from autotp.solver.solve import solve
-from autotp.work import Made, Work
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from autotp.algebra.placement import PARTIAL, Placement
 from autotp.algebra.split import Extent, Segment, Split
+from autotp.compiler import Made, Work
 from autotp.errors import VerifyError
 from autotp.lower.check import check
 from autotp.planner.analysis import Decision
@@ -32,7 +33,6 @@ from autotp.runtime.ops.blocks import take
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.verification import prove
-from autotp.work import Made, Work
 from tests.random_plans import analysed
 
 TP = 2

@@ -30,7 +30,7 @@ def test_the_house_keeps_its_laws() -> None:
             "run imports autotp.report.units",
         ),
         ("autotp/show/new.py", "import autotp.solver.solve", "show imports autotp.solver.solve"),
-        ("autotp/solver/solve.py", "import autotp.pipeline", "passes imports autotp.pipeline"),
+        ("autotp/solver/solve.py", "import autotp.api", "passes imports autotp.api"),
         (
             "autotp/solver/solve.py",
             "from autotp.planner.propagate import x",

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from autotp.errors import PlanError, WeightsError
-from autotp.models import load, load_with_inputs, preset_names
+from autotp.model_source import load, load_with_inputs, preset_names
 from autotp.random_weights import available_bytes, materialize, randomise
 
 TINY = {

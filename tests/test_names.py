@@ -10,11 +10,11 @@ import transformers
 from torch import Tensor, nn
 
 import autotp
+from autotp.compiler import Work
 from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.records.plan import CollectiveRecord, Plan
 from autotp.runtime.model import ShardedModel
-from autotp.work import Work
 from tests import models
 from tests.renamed import plain, rename
 

@@ -18,13 +18,13 @@ import transformers
 from numpy.typing import NDArray
 
 import autotp
-from autotp.models import load, presets_root
-from autotp.pipeline import dry_run
+from autotp.api import dry_run
+from autotp.compiler import Work
+from autotp.model_source import load, presets_root
 from autotp.records.plan import Plan
 from autotp.solver.iopddl import FORBIDDEN
 from autotp.solver.problem import Edge, Problem, Variable
 from autotp.solver.solve import solve
-from autotp.work import Work
 from tests.models import build, names
 from tests.oracle import optimum
 from tests.random_plans import analysed

@@ -76,7 +76,7 @@ def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
 
 
 def test_an_installed_wheel_finds_its_presets(installed: Path) -> None:
-    code = "from autotp.models import presets_root, preset_names; "
+    code = "from autotp.model_source import presets_root, preset_names; "
     code += "print(presets_root(), *preset_names())"
 
     assert f"{installed}/autotp/presets gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b" == _answer(

@@ -15,6 +15,7 @@ from torch import nn
 
 import autotp
 from autotp.capture.cache import flat
+from autotp.compiler import Work
 from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.planner.constraints import as_planned
@@ -23,7 +24,6 @@ from autotp.records.plan import Plan
 from autotp.solver.joint import Phase, Tie, joined, parted
 from autotp.solver.problem import LEVELS, Problem
 from autotp.solver.solve import solve
-from autotp.work import Work
 from tests.models import LLAMA, SPECIAL_WORDS, build, randomize
 from tests.oracle import enumerate_optimum, optimum, problems
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 
 from autotp.algebra.split import Split, block
+from autotp.api import verify
 from autotp.errors import VerifyError
-from autotp.pipeline import verify
 from autotp.records.evidence import Evidence
 from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.process_group import Group

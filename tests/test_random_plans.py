@@ -10,10 +10,10 @@ import pytest
 from autotp.algebra.axis import Forest
 from autotp.algebra.placement import PARTIAL, split
 from autotp.algebra.size import Size
+from autotp.compiler import Work
 from autotp.oprules.rule import Factor, NodeRule
 from autotp.options import Options
 from autotp.planner.strategy import Facts, strategies
-from autotp.work import Work
 from tests.models import build, names
 from tests.random_plans import Case, Prepared, made, outcome, outcomes, posed, random_problem
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import autotp
 from autotp.errors import AutotpError, CaptureError, PlanError
-from autotp.models import load
+from autotp.model_source import load
 
 X = {"x": torch.ones(2, 5, 24)}
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
+from autotp.compiler import Work
 from autotp.options import Options
-from autotp.work import Work
 from tests.random_plans import Case, outcome, prepared
 
 

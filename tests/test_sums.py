@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import autotp
+from autotp.api import parallelize
+from autotp.dtypes import sum_dtype
 from autotp.errors import PlanError
-from autotp.pipeline import parallelize
 from autotp.records.plan import BUCKET, Plan
-from autotp.sums import sum_dtype
 from autotp.verification.simulate import simulate
 from tests.models import build
 

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 
 import autotp
 from autotp.capture.program import Program
+from autotp.compiler import Work
 from autotp.errors import PlanError
 from autotp.options import Options
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.replication import distinct, much_whole, starred
 from autotp.report.plan import text
-from autotp.work import Work
 from tests import zoo
 
 KINDS = [

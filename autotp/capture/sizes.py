@@ -7,7 +7,7 @@ import torch
 
 from autotp.algebra.size import Size
 from autotp.capture.program import Program
-from autotp.sums import sum_dtype
+from autotp.dtypes import sum_dtype
 
 __all__ = ["Pricing", "Sizes", "data_sizes"]
 

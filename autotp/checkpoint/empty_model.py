@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autotp.capture.source_model import meta_attributes
 from autotp.errors import PlanError, WeightsError
-from autotp.models import config_fields, transformers_module
+from autotp.model_source import config_fields, transformers_module
 
 __all__ = ["fill_buffers", "hollow", "hollow_parameters"]
 

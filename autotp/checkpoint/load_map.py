@@ -18,7 +18,7 @@ from autotp.checkpoint.quantized import refuse_named
 from autotp.checkpoint.recipe import Recipes
 from autotp.checkpoint.stored_tensor import Box, Stored, fill, lengths, whole_box
 from autotp.errors import WeightsError
-from autotp.models import transformers_module
+from autotp.model_source import transformers_module
 
 __all__ = ["Converted", "Incoming", "Remade", "incoming", "mark_used"]
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import WeightsError
-from autotp.models import transformers_module
+from autotp.model_source import transformers_module
 
 __all__ = ["quantiser_of", "refuse_model", "refuse_named", "without_quantisation"]
 

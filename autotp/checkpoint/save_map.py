@@ -17,7 +17,7 @@ from autotp.checkpoint.recipe import Recipes
 from autotp.checkpoint.safetensors_format import Entry, laid_out
 from autotp.checkpoint.stored_tensor import Box, whole_box
 from autotp.errors import PlanError
-from autotp.models import transformers_module
+from autotp.model_source import transformers_module
 
 __all__ = ["Outgoing", "outgoing"]
 

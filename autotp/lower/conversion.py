@@ -15,7 +15,7 @@ from torch.fx.node import Argument
 
 from autotp.algebra.placement import CONVERSIONS, Placement
 from autotp.algebra.split import Split
-from autotp.sums import sum_dtype
+from autotp.dtypes import sum_dtype
 
 __all__ = ["Target", "conversion"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import fx
 
 from autotp.algebra.split import Peers, Split
+from autotp.dtypes import sum_dtype
 from autotp.lower.conversion import Target
 from autotp.planner.analysis import Emitted
 from autotp.records.plan import BUCKET
-from autotp.sums import sum_dtype
 
 __all__ = ["share_gradients"]
 

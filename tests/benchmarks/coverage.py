@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 
-from autotp import work as pipeline
+from autotp import compiler as pipeline
+from autotp.compiler import Work
 from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.records.evidence import Evidence
@@ -34,7 +35,6 @@ from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.verification import prove
-from autotp.work import Work
 from tests import zoo
 from tests.benchmarks.coverage_report import report
 

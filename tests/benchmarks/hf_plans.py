@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+from autotp.compiler import Work
 from autotp.options import Options
 from autotp.records.plan import Plan
-from autotp.work import Work
 from tests import zoo
 from tests.benchmarks import coverage
 from tests.benchmarks.hf_plans_report import report

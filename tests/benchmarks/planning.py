@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from autotp import pipeline
+from autotp import api as pipeline
 from autotp.capture.inputs import example_inputs
-from autotp.models import load
+from autotp.model_source import load
 
 STAGES = (  # as pipeline names them
     "capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check",

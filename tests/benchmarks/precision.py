@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp.compiler import Work
 from autotp.options import Options
 from autotp.random_weights import randomise
 from autotp.runtime.group.process_group import Group
 from autotp.verification.simulate import simulate
-from autotp.work import Work
 from tests.models import build
 
 SIZES = (1, 2, 4, 8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.pipeline import parallelize
+from autotp.api import parallelize
 from autotp.verification.simulate import simulate
 from tests.models import build
 from tests.spmd.pool import Pool

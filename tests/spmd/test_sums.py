@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import autotp
-from autotp.pipeline import parallelize
+from autotp.api import parallelize
 from autotp.records.plan import Plan
 from autotp.verification.simulate import simulate
 from tests.models import build

@@ -29,12 +29,12 @@ from torch.autograd.function import FunctionCtx
 
 from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
 from autotp.algebra.split import Peers, Split
+from autotp.dtypes import sum_dtype
 from autotp.runtime.group.failures import waiting
 from autotp.runtime.group.process_group import among, rank_of, size_of
 from autotp.runtime.ops.blocks import rejoined, segments
 from autotp.runtime.ops.grouped_rows import local_index, own_bounds
 from autotp.runtime.ops.primitives import PRIMITIVES, Cut, Wire
-from autotp.sums import sum_dtype
 
 __all__ = ["LIBRARY", "schema"]
 

@@ -14,11 +14,11 @@ from torch.nn import functional
 
 from autotp.algebra.placement import Primitive
 from autotp.algebra.split import Split
+from autotp.dtypes import sum_dtype
 from autotp.errors import PlanError
 from autotp.runtime.group.process_group import checked, rank_of, size_of
 from autotp.runtime.ops.blocks import first_copy, fitted_part, join, put, take
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
-from autotp.sums import sum_dtype
 
 __all__ = ["PRIMITIVES", "Cut", "Wire"]
 

@@ -17,11 +17,11 @@ from torch.autograd.function import FunctionCtx
 from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
 from autotp.algebra.split import Peers, Split, block
 from autotp.cost.conversions import COLLECTIVES
+from autotp.dtypes import sum_dtype
 from autotp.errors import VerifyError
 from autotp.runtime.ops.blocks import rejoined, segments
 from autotp.runtime.ops.grouped_rows import local_index, own_bounds
 from autotp.runtime.ops.primitives import Cut, Wire
-from autotp.sums import sum_dtype
 from autotp.verification.simulate.primitives import PRIMITIVES
 
 __all__ = ["JOINT", "NAMESPACES", "Arguments", "Joint", "Tally"]

@@ -23,6 +23,7 @@ from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.gather import GroupStore
 from autotp.checkpoint.quantized import refuse_model
 from autotp.cost.machine import Machine, load_machine
+from autotp.dtypes import check_sums
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
 from autotp.lower.check import check
@@ -53,7 +54,6 @@ from autotp.runtime.variant import Signature, key_of, mode_of
 from autotp.solver.joint import parted
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
-from autotp.sums import check_sums
 
 __all__ = ["Made", "Work"]
 

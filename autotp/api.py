@@ -18,8 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.runtime.ops.library as _ops
 from autotp.capture.source_model import check_values, device_of
+from autotp.compiler import Made, Work
 from autotp.errors import PlanError
-from autotp.models import load
+from autotp.model_source import load
 from autotp.options import (
     Keywords,
     Options,
@@ -42,7 +43,6 @@ from autotp.runtime.model import ShardedModel
 from autotp.solver.iopddl import solution_json, to_iopddl
 from autotp.verification import prove
 from autotp.verification.phases import of_all_calls, with_values
-from autotp.work import Made, Work
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
