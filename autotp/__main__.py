@@ -2,6 +2,6 @@
 
 import sys
 
-from autotp.cli import main
+from autotp.cli.main import main
 
 sys.exit(main())

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from autotp import cli
+from autotp.cli.main import main as cli
 from autotp.errors import PlanError
 from autotp.records.evidence import Evidence
 from autotp.report.plan import text
@@ -364,7 +364,7 @@ def test_a_factory_gives_its_own_inputs(calls: Calls, monkeypatch: pytest.Monkey
 def test_a_reader_that_stops_early_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
-    code = "import sys; from autotp.cli import main; sys.exit(main(['rules']))"
+    code = "import sys; from autotp.cli.main import main; sys.exit(main(['rules']))"
     with os.fdopen(write, "wb") as closed:
         done = subprocess.run(
             [sys.executable, "-c", code],

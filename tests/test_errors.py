@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import autotp
-from autotp.cli import main
+from autotp.cli.main import main
 from autotp.errors import AutotpError, CaptureError, PlanError, UnknownOpError
 from autotp.records.plan import Plan
 from tests.models import build

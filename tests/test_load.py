@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import nn
 
+from autotp.cli.random_weights import available_bytes, materialize, randomise
 from autotp.errors import PlanError, WeightsError
 from autotp.model_source import load, load_with_inputs, preset_names
-from autotp.random_weights import available_bytes, materialize, randomise
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],

@@ -87,7 +87,7 @@ def test_an_installed_wheel_finds_its_presets(installed: Path) -> None:
 def test_an_installed_wheel_has_its_command(installed: Path) -> None:
     entry_points = next(installed.glob("autotp-*.dist-info")) / "entry_points.txt"
 
-    assert "autotp = autotp.cli:main" in entry_points.read_text()
+    assert "autotp = autotp.cli.main:main" in entry_points.read_text()
 
 
 def test_autotp_is_imported_without_transformers(installed: Path) -> None:

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp.cli.random_weights import randomise
 from autotp.compiler import Work
 from autotp.options import Options
-from autotp.random_weights import randomise
 from autotp.runtime.group.process_group import Group
 from autotp.verification.simulate import simulate
 from tests.models import build

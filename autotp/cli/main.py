@@ -23,18 +23,18 @@ from rich.console import Console
 from torch import nn
 
 from autotp import api as pipeline
-from autotp import offline
-from autotp.arguments import parsed
 from autotp.capture.inputs import example_inputs, positions
+from autotp.cli.arguments import parsed
+from autotp.cli.generate import Wanted, generated
+from autotp.cli.generate import check as check_generation
+from autotp.cli.main import shard_merge as offline
+from autotp.cli.random_weights import materialize
 from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError
-from autotp.generation import Wanted, generated
-from autotp.generation import check as check_generation
 from autotp.model_source import load_with_inputs
 from autotp.oprules import rulebook
 from autotp.options import Options
 from autotp.planner.layouts import check_layout
-from autotp.random_weights import materialize
 from autotp.records.evidence import Evidence
 from autotp.records.json_record import encode
 from autotp.records.plan import Plan
