@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from autotp.cli.main import main as cli
+from autotp.cli import main as cli
 from autotp.errors import PlanError
 from autotp.records.evidence import Evidence
 from autotp.report.plan import text

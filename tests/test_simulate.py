@@ -17,8 +17,7 @@ from autotp.capture.program import Program
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.runtime.ops.library import schema
-from autotp.verification.simulate import Part, Simulation, simulate, walk
-from autotp.verification.simulate import locations as whereabouts
+from autotp.verification.simulate import Part, Simulation, simulate, walk, whereabouts
 from autotp.verification.simulate.collectives import JOINT
 from tests.hand_made import ATEN, GROUP, OURS, case
 from tests.spmd.placed import gradient_kind, is_placed, part, whole

@@ -24,10 +24,10 @@ from torch import nn
 
 from autotp import api as pipeline
 from autotp.capture.inputs import example_inputs, positions
+from autotp.cli import shard_merge as offline
 from autotp.cli.arguments import parsed
 from autotp.cli.generate import Wanted, generated
 from autotp.cli.generate import check as check_generation
-from autotp.cli.main import shard_merge as offline
 from autotp.cli.random_weights import materialize
 from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError

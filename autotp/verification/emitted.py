@@ -9,8 +9,7 @@ from autotp.algebra.placement import REPLICATED
 from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.variant import Variant
-from autotp.verification.simulate import OUTPUT, Part, flat_name, op_name
-from autotp.verification.simulate import locations as whereabouts
+from autotp.verification.simulate import OUTPUT, Part, flat_name, op_name, whereabouts
 
 __all__ = ["Emitted", "Value", "whole_part"]
 

@@ -203,7 +203,7 @@ def _summed(pieces: Sequence[Tensor], peers: Sequence[Peers], wire: Wire) -> lis
         total = _converted(flat, _Step("all_reduce", "identity", inside))
         runs = total.split([pieces[k].numel() for k in places])
         for k, run in zip(places, runs, strict=True):
-            results[k] = runtime.codegen.view(pieces[k].shape).to(pieces[k].dtype)
+            results[k] = run.view(pieces[k].shape).to(pieces[k].dtype)
     return results
 
 
