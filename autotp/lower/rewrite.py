@@ -22,21 +22,13 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, REPLICATED, Placement
 from autotp.algebra.split import Split
+from autotp.capture.graph_facts import Value, source_of
 from autotp.cost.conversions import COLLECTIVES, Delivered
 from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
 from autotp.lower.local_ops import FORMS, Site
 from autotp.lower.rewrite_causes import Causes
-from autotp.planner.analysis import (
-    Analysis,
-    Decision,
-    Emitted,
-    Operand,
-    Use,
-    Value,
-    gradients_reach,
-    source_of,
-)
+from autotp.planner.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
 from autotp.planner.strategy import Strategy
 from autotp.records.trace import TracedValue
 

@@ -10,7 +10,8 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import PARTIAL, SHARED, Placement
-from autotp.planner.analysis import Analysis, Decision, Use, Value
+from autotp.capture.graph_facts import Value
+from autotp.planner.analysis import Analysis, Decision, Use
 
 __all__ = ["Causes"]
 

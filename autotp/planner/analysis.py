@@ -6,13 +6,14 @@ The verbs that make them are in `passes/`, one a file; stages know each other on
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TypeAlias, cast
+from typing import cast
 
 import torch
 from torch import fx
 
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import Placement
+from autotp.capture.graph_facts import Value, results_of, source_of
 from autotp.capture.program import Program
 from autotp.cost.conversions import Delivered, Prices
 from autotp.oprules.rule import Discovery, NodeRule, Row
@@ -27,18 +28,12 @@ __all__ = [
     "Matching",
     "Operand",
     "Use",
-    "Value",
     "Kept",
     "gradients_reach",
     "gradients_return",
     "kept_outputs",
     "leaving_whole",
-    "results_of",
-    "source_of",
 ]
-
-Value: TypeAlias = tuple[fx.Node, int]
-"""A tensor: the node that makes it and which of its results it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,26 +175,6 @@ class Emitted:
     ranks: int = 0
     stride: int = 1
     axes: tuple[str, ...] = ()
-
-
-def source_of(node: fx.Node) -> Value:
-    """The value that `node` stands for: itself, or a result of the node it takes an item of."""
-    if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-        origin = node.args[0]
-        if isinstance(origin, fx.Node) and isinstance(node.args[1], int):
-            return origin, node.args[1]
-    return node, 0
-
-
-def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
-    """The tensors that a node makes, by result number."""
-    val = node.meta.get("val")
-    if isinstance(val, torch.Tensor):
-        return {0: val}
-    if isinstance(val, tuple | list):
-        items = cast("Sequence[object]", val)
-        return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
-    return {}
 
 
 def kept_outputs(analysis: Analysis) -> list[Kept]:

@@ -25,17 +25,10 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, SHARED, Placement
+from autotp.capture.graph_facts import Value, source_of
 from autotp.cost.conversions import Cost, Delivered, Prices
 from autotp.errors import PlanError
-from autotp.planner.analysis import (
-    Analysis,
-    Decision,
-    Matching,
-    Use,
-    Value,
-    leaving_whole,
-    source_of,
-)
+from autotp.planner.analysis import Analysis, Decision, Matching, Use, leaving_whole
 from autotp.planner.formulate_cache import Caches
 from autotp.planner.formulate_weights import Weights
 from autotp.planner.strategy import Facts, Strategy, strategies

@@ -8,8 +8,9 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, Placement
+from autotp.capture.graph_facts import Value
 from autotp.errors import PlanError
-from autotp.planner.analysis import Analysis, Kept, Value, kept_outputs
+from autotp.planner.analysis import Analysis, Kept, kept_outputs
 from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.planner.analysis import Analysis, Value, kept_outputs
+from autotp.capture.graph_facts import Value
+from autotp.planner.analysis import Analysis, kept_outputs
 from autotp.planner.formulate import Posed
 from autotp.solver.joint import Phase, Tie, joined
 from autotp.solver.problem import Problem

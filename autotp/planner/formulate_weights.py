@@ -5,8 +5,9 @@ from typing import NamedTuple
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
+from autotp.capture.graph_facts import Value
 from autotp.cost.collectives import time_ps
-from autotp.planner.analysis import Analysis, Matching, Value
+from autotp.planner.analysis import Analysis, Matching
 from autotp.planner.terms import Terms
 
 __all__ = ["Weights"]

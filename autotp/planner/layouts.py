@@ -17,8 +17,9 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
+from autotp.capture.graph_facts import Value
 from autotp.errors import PlanError
-from autotp.planner.analysis import Analysis, Matching, Use, Value
+from autotp.planner.analysis import Analysis, Matching, Use
 
 __all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]
 

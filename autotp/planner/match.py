@@ -22,9 +22,10 @@ from itertools import combinations
 import networkx as nx
 
 from autotp.algebra.axis import Atom
+from autotp.capture.graph_facts import Value
 from autotp.oprules.rule import Factor
 from autotp.oprules.rulebook import Role, Rulebook
-from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, Value, leaving_whole
+from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, leaving_whole
 from autotp.planner.match_bytes import carried
 from autotp.planner.match_experts import with_experts
 from autotp.planner.match_lookup import is_table

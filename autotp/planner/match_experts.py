@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autotp.algebra.axis import Atom
-from autotp.planner.analysis import Analysis, Matching, Use, Value
+from autotp.capture.graph_facts import Value
+from autotp.planner.analysis import Analysis, Matching, Use
 
 __all__ = ["with_experts"]
 

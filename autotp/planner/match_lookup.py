@@ -3,8 +3,9 @@
 import torch
 from torch import fx
 
+from autotp.capture.graph_facts import source_of
 from autotp.oprules.rulebook import Rulebook
-from autotp.planner.analysis import Analysis, Use, source_of
+from autotp.planner.analysis import Analysis, Use
 
 __all__ = ["is_table"]
 

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autotp.algebra.axis import Dim, Forest
+from autotp.capture.graph_facts import Value, results_of, source_of
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
 from autotp.errors import UnknownOpError
@@ -23,15 +24,7 @@ from autotp.oprules.discover.call import Opaque, opaque_of
 from autotp.oprules.discover.discover import bound, discovered
 from autotp.oprules.rule import Discovery, Factor, NodeRule, Row
 from autotp.oprules.rulebook import Rulebook
-from autotp.planner.analysis import (
-    Analysis,
-    Operand,
-    Use,
-    Value,
-    gradients_return,
-    results_of,
-    source_of,
-)
+from autotp.planner.analysis import Analysis, Operand, Use, gradients_return
 
 __all__ = ["analyse"]
 

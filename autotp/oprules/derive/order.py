@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.capture.graph_facts import source_of
 from autotp.oprules.rule import Row
-from autotp.planner.analysis import source_of
 
 __all__ = ["Orders"]
 

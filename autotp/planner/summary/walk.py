@@ -16,8 +16,9 @@ from torch import fx
 from autotp.algebra.axis import Atom
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
+from autotp.capture.graph_facts import Value
 from autotp.oprules.rule import Factor
-from autotp.planner.analysis import Analysis, Use, Value, leaving_whole
+from autotp.planner.analysis import Analysis, Use, leaving_whole
 from autotp.planner.layouts import Layouts
 from autotp.planner.strategy import Strategy
 
