@@ -9,9 +9,8 @@ import autotp
 from autotp.capture.sizes import Sizes
 from autotp.oprules.discover import discover
 from autotp.oprules.discover.call import opaque_of
-from autotp.oprules.rule import Discovery
+from autotp.oprules.rule import Discovery, Operand
 from autotp.oprules.rulebook import load
-from autotp.planner.analysis import Operand
 from autotp.records.plan import Plan
 from autotp.report.plan import text
 from autotp.verification.rules.cases import Sample, call, cases, flags, real, words

@@ -21,7 +21,8 @@ from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Pla
 from autotp.algebra.split import Peers, Split
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
-from autotp.planner.analysis import Analysis, Decision, Emitted, Operand, Use, gradients_reach
+from autotp.oprules.rule import Operand
+from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
 from autotp.records.trace import TracedValue
 
 __all__ = ["check"]

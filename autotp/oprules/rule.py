@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from autotp.algebra.axis import Dim
+from autotp.capture.graph_facts import Value
 from autotp.oprules.notation import Signature
 
-__all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Row", "Slot"]
+__all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Operand", "Row", "Slot"]
 
 FactorKind: TypeAlias = Literal["pass", "reduce", "whole"]
 ALIGNED = 8
@@ -90,6 +91,20 @@ class Factor:
     block: bool = False
     aligned: bool = False
     grouped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor operand of a node.
+
+    - `value`: what is read; `dims`: its dims at this use.
+    - `argument`, `item`: where it stands (schema position; index in a list, or -1).
+    """
+
+    value: Value
+    dims: tuple[Dim, ...]
+    argument: int | str
+    item: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value, results_of, source_of
 from autotp.capture.program import Program
 from autotp.cost.conversions import Delivered, Prices
-from autotp.oprules.rule import Discovery, NodeRule, Row
+from autotp.oprules.rule import Discovery, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Differing, Role
 from autotp.planner.strategy import Strategy
 
@@ -26,7 +26,6 @@ __all__ = [
     "Decision",
     "Emitted",
     "Matching",
-    "Operand",
     "Use",
     "Kept",
     "gradients_reach",
@@ -34,20 +33,6 @@ __all__ = [
     "kept_outputs",
     "leaving_whole",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor operand of a node.
-
-    - `value`: what is read; `dims`: its dims at this use.
-    - `argument`, `item`: where it stands (schema position; index in a list, or -1).
-    """
-
-    value: Value
-    dims: tuple[Dim, ...]
-    argument: int | str
-    item: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,20 @@ from torch import fx
 
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, SHARED, Placement
+from autotp.algebra.split import Split
 from autotp.capture.graph_facts import Value, source_of
+from autotp.cost.collectives import time_ps
 from autotp.cost.conversions import Cost, Delivered, Prices
 from autotp.errors import PlanError
-from autotp.planner.analysis import Analysis, Decision, Matching, Use, leaving_whole
-from autotp.planner.formulate_cache import Caches
-from autotp.planner.formulate_weights import Weights
+from autotp.planner.analysis import (
+    Analysis,
+    Decision,
+    Kept,
+    Matching,
+    Use,
+    kept_outputs,
+    leaving_whole,
+)
 from autotp.planner.strategy import Facts, Strategy, strategies
 from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
@@ -383,3 +391,137 @@ def _canonical(
         return tuple(plain(p) for p in item)
 
     return tuple(plain(r) for r in rows), tuple(plain(c) for c in columns)
+
+
+class WeightCost(NamedTuple):
+    """Levels of one layout: `home` and `held` in bytes, `time` in picoseconds."""
+
+    home: int
+    time: int
+    held: int
+
+
+class Weights:
+    """The parameters of one program under one set of terms."""
+
+    def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
+        self.analysis, self.matching, self.terms = analysis, matching, terms
+        self.largest = max((self._bytes((n, 0)) for n in analysis.parameters.values()), default=0)
+
+    def cost(self, name: str, value: Value, placement: Placement) -> WeightCost:
+        """What parameter `name` costs in `placement`."""
+        size, split = self._bytes(value), self._split(value, placement)
+        home, off = self._home(name, size), 0
+        if home and home.isdisjoint(Partition.of(placement.axis).axes):
+            off = size
+        elif home and split is not None:  # segments without the axis stay whole
+            off = size * split.whole() // split.length()
+        summed = self.terms.summed(self.analysis.metas[value])
+        return WeightCost(off, self._bucket(placement, split, summed), self._held(split, size))
+
+    def _bytes(self, value: Value) -> int:
+        meta = self.analysis.metas[value]
+        return meta.numel() * meta.element_size()
+
+    def _held(self, split: Split | None, size: int) -> int:
+        """The bytes that the fullest rank holds."""
+        if split is None:
+            return size
+        return size * split.local_length(0, self.terms.tp) // split.length()
+
+    def _split(self, value: Value, placement: Placement) -> Split | None:
+        """How a parameter is cut; None if it is whole."""
+        if not placement.is_split:
+            return None
+        dim = self.analysis.dims[value][placement.dim]
+        return self.analysis.forest.split(dim, Partition.of(placement.axis))
+
+    def _home(self, name: str, size: int) -> frozenset[str]:
+        """Names of the axes one of which the parameter should be split along; empty if it is
+        free.
+        """
+        if size < self.terms.shard_threshold * self.largest:
+            return frozenset()
+        offers, tp = self.terms.offers, self.terms.tp
+        open_axes = offers.uneven.union(*(p.axes for p in offers.joint))
+        axes = self.matching.home.get(name, ())
+        return frozenset(
+            a.name for a in axes if (a.size.static or 0) % tp == 0 or a.name in open_axes
+        )
+
+    def _bucket(self, placement: Placement, split: Split | None, size: int) -> int:
+        """The time of a partial gradient's share of the bucket: its bytes, no latency."""
+        if placement.kind == "R~":
+            return self._moving(size, self.terms.tp)
+        if placement.kind != "S~" or split is None:
+            return 0
+        shared = split.copied(self.terms.tp).items()
+        return sum(self._moving(size * n // split.length(), p.count) for p, n in shared)
+
+    def _moving(self, size: int, ranks: int) -> int:
+        machine = self.terms.machine
+        nothing = time_ps("all_reduce", 0, ranks, machine)
+        return time_ps("all_reduce", size, ranks, machine) - nothing
+
+
+Cut = tuple[int | None, tuple[int, ...]]
+"""What of a value each rank has, apart from how axes are called: a dim and its encoded split."""
+
+
+class Caches:
+    """The tensors of a program's cache.
+
+    - `outputs`: those that it gives; `paths`: those that it takes, by placeholder.
+    """
+
+    def __init__(self, analysis: Analysis, terms: Terms) -> None:
+        self.analysis, self.terms = analysis, terms
+        self.outputs = kept_outputs(analysis)
+        self.paths = {kept.taken: kept.path for kept in self.outputs if kept.taken}
+
+    def taken(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
+        """How an input may lie: whole if it is no cache's, else as readers want it."""
+        path = self.paths.get(node)
+        if path is None:
+            return [REPLICATED]
+        cuts = sorted(p for p in wanted if p.kind == "S")
+        return self._as_before(path, (node, 0), [REPLICATED, *cuts])
+
+    def given(self, kept: Kept, made: Sequence[Placement]) -> list[Placement]:
+        """How an output may lie: as it was made, or whole."""
+        cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
+        return self._as_before(kept.path, kept.value, [REPLICATED, *cuts])
+
+    def tied(
+        self, kept: Kept, before: Sequence[Placement], after: Sequence[Placement]
+    ) -> NDArray[np.int64]:
+        """The costs of an edge by which an output lies as the input whose place it takes."""
+        assert kept.taken is not None
+        ins = [self._cut(p, (kept.taken, 0)) for p in before]
+        outs = [self._cut(p, kept.value) for p in after]
+        table = np.zeros((len(LEVELS), len(ins), len(outs)), np.int64)
+        table[LEVELS.index("forbidden")] = [[came != goes for goes in outs] for came in ins]
+        return table
+
+    def _as_before(self, path: str, value: Value, domain: Sequence[Placement]) -> list[Placement]:
+        """What of `domain` is left where calls before this one have left the tensor somehow."""
+        record = self.terms.caches.get(path)
+        # another class of cache may keep another tensor at that path
+        rank = len(self.analysis.dims[value])
+        if record is None or (record.dim is not None and record.dim >= rank):
+            return list(domain)
+        left = [p for p in domain if self._cut(p, value) == (record.dim, record.split)]
+        if not left:
+            cut = f"cut along {record.axis} ({record.size})" if record.size else "whole"
+            raise PlanError(
+                f"the cache's {path}: earlier calls hold it {cut}, which of the {len(domain)} "
+                "placements in this graph none is. Start from an empty cache."
+            )
+        return left
+
+    def _cut(self, placement: Placement, value: Value) -> Cut:
+        if not placement.is_split:
+            return None, ()
+        dim = self.analysis.dims[value][placement.dim]
+        split = self.analysis.forest.split(dim, Partition.of(placement.axis))
+        return placement.dim, split.encode() if split else ()

@@ -20,15 +20,15 @@ from fractions import Fraction
 from itertools import combinations
 
 import networkx as nx
+import torch
+from torch import fx
 
-from autotp.algebra.axis import Atom
-from autotp.capture.graph_facts import Value
+from autotp.algebra.axis import Atom, Dim, Forest
+from autotp.capture.graph_facts import Value, source_of
 from autotp.oprules.rule import Factor
 from autotp.oprules.rulebook import Role, Rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, leaving_whole
-from autotp.planner.match_bytes import carried
 from autotp.planner.match_experts import with_experts
-from autotp.planner.match_lookup import is_table
 
 __all__ = ["match"]
 
@@ -387,3 +387,59 @@ def _splits(atom: Atom) -> bool:
 
 def _extend(names: list[str], more: Iterable[str]) -> None:
     names += [n for n in more if n not in names]
+
+
+def carried(analysis: Analysis, name: str, axes: tuple[Atom, ...]) -> Fraction:
+    """The bytes of parameter `name` that carry `axes`: those of its segments with them."""
+    value = (analysis.parameters[name], 0)
+    meta = analysis.metas[value]
+    shares = (_share(analysis.forest, dim, axes) for dim in analysis.dims[value])
+    return Fraction(meta.numel() * meta.element_size()) * max(shares, default=Fraction(0))
+
+
+def _share(forest: Forest, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:
+    flat = forest.flat(dim)
+    if any(atom in axes for atom in flat):
+        return Fraction(1)
+    sums = [forest.sections(a) for a in flat if a.segments is not None]
+    return max((_mixed(forest, sections, axes) for sections in sums), default=Fraction(0))
+
+
+def _mixed(forest: Forest, sections: tuple[Dim, ...], axes: tuple[Atom, ...]) -> Fraction:
+    sizes = [forest.size(s).coefficient for s in sections]
+    shares = [_share(forest, s, axes) for s in sections]
+    return Fraction(sum(n * s for n, s in zip(sizes, shares, strict=True))) / max(sum(sizes), 1)
+
+
+aten = torch.ops.aten
+ALIKE = frozenset(
+    {
+        aten.zeros.default,
+        aten.ones.default,
+        aten.full.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+    }
+)
+"""Makers of one number everywhere: as ids they stand for an input that was not given."""
+
+
+def is_table(use: Use, k: int, analysis: Analysis, rulebook: Rulebook) -> bool:
+    """Whether operand `k` is looked up by an integer input, moved about but not computed with."""
+    if use.rule.emit != "lookup" or k != 0:
+        return False
+    ids = (o.value[0] for o in use.operands if o.value not in analysis.weights)
+    return _is_moved(next(ids), rulebook, set())
+
+
+def _is_moved(node: fx.Node, rulebook: Rulebook, seen: set[fx.Node]) -> bool:
+    if node.op == "placeholder" or node.target in ALIKE:
+        return True
+    node = source_of(node)[0]
+    row = rulebook.rows.get(str(node.target))
+    if node in seen or row is None or not row.moves:
+        return False
+    seen.add(node)
+    sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return any(_is_moved(n, rulebook, seen) for n in sources)

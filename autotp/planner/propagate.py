@@ -22,9 +22,9 @@ from autotp.oprules.derive.derive import Call, apply
 from autotp.oprules.derive.order import Orders
 from autotp.oprules.discover.call import Opaque, opaque_of
 from autotp.oprules.discover.discover import bound, discovered
-from autotp.oprules.rule import Discovery, Factor, NodeRule, Row
+from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
-from autotp.planner.analysis import Analysis, Operand, Use, gradients_return
+from autotp.planner.analysis import Analysis, Use, gradients_return
 
 __all__ = ["analyse"]
 

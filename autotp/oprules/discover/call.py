@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from autotp.algebra.size import Size
 from autotp.capture.sizes import Sizes
-from autotp.planner.analysis import Operand
+from autotp.oprules.rule import Operand
 
 __all__ = ["Opaque", "Values", "opaque_of"]
 
