@@ -251,7 +251,7 @@ def prepared(
     checkpoint: Checkpoint,
     *,
     allow_extra: bool = False,
-    quantiser: Any = None,  # noqa: ANN401  one of Transformers'
+    quantiser: Any = None,
 ) -> dict[str, Stored]:
     """What is read for each of the model's keys; its buffers get their values, ties are settled."""
     found = incoming(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)

@@ -86,7 +86,7 @@ def _preset(name: str) -> Path:
     )
 
 
-def transformers_module(name: str = "") -> Any:  # noqa: ANN401  of an optional package
+def transformers_module(name: str = "") -> Any:
     """transformers, or a module of it, e.g. `core_model_loading`; PlanError if not installed."""
     library = _transformers()
     return importlib.import_module(f"{library.__name__}.{name}") if name else library
@@ -111,7 +111,7 @@ def config_fields(directory: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", fields)
 
 
-def _read_config(directory: Path) -> Any:  # noqa: ANN401  a transformers configuration
+def _read_config(directory: Path) -> Any:
     """The configuration in `directory`."""
     return _parsed(directory / "config.json", config_fields(directory))
 
@@ -131,7 +131,7 @@ def _fault(fields: object) -> str:
     return ""
 
 
-def _parsed(path: Path, fields: dict[str, Any]) -> Any:  # noqa: ANN401  as above
+def _parsed(path: Path, fields: dict[str, Any]) -> Any:
     kind = fields.pop("model_type")
     try:
         return _transformers().AutoConfig.for_model(kind, **fields)
@@ -143,7 +143,7 @@ def _parsed(path: Path, fields: dict[str, Any]) -> Any:  # noqa: ANN401  as abov
         ) from error
 
 
-def _from_config(config: Any, where: str, device: str) -> nn.Module:  # noqa: ANN401  as above
+def _from_config(config: Any, where: str, device: str) -> nn.Module:
     names = getattr(config, "architectures", None) or []
     cls = getattr(_transformers(), names[0], None) if names else None
     if cls is None:
@@ -190,7 +190,7 @@ def _factory(spec: str) -> Callable[[], object]:
     return factory
 
 
-def _transformers() -> Any:  # noqa: ANN401  an optional module
+def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:

@@ -63,7 +63,10 @@ def _answer(site: Path, code: str) -> str:
 
 
 def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
-    code = "from autotp.oprules import rulebook; print(rulebook.root(), len(rulebook.load().rows) > 40)"
+    code = (
+        "from autotp.oprules import rulebook; "
+        "print(rulebook.root(), len(rulebook.load().rows) > 40)"
+    )
 
     assert f"{installed}/autotp/rules True" == _answer(installed, code)
 

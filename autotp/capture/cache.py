@@ -160,7 +160,7 @@ def flat(cache: object) -> CacheState:
     return CacheState(_Walk(type(cache).__name__, leaves).of(cache, (), type(None), ""), leaves)
 
 
-def rebuilt(state: CacheState) -> Any:  # noqa: ANN401  whatever class the cache is of
+def rebuilt(state: CacheState) -> Any:
     """A new cache of the same make around the tensors."""
     return _made(state.spec, iter(state.leaves))
 
@@ -170,17 +170,17 @@ def restore(cache: object, state: CacheState) -> None:
     _filled(cache, state.spec, iter(state.leaves))
 
 
-def stated(tree: Any) -> Any:  # noqa: ANN401  any nest of values
+def stated(tree: Any) -> Any:
     """`tree` with every cache in it flat."""
     return pytree.tree_map(_flat, tree)
 
 
-def cached(tree: Any) -> Any:  # noqa: ANN401  any nest of values
+def cached(tree: Any) -> Any:
     """`tree` with every flat cache in it rebuilt."""
     return pytree.tree_map(_whole, tree, is_leaf=_is_flat)
 
 
-def returned(output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401  what a model returns
+def returned(output: Any, given: Mapping[str, Any]) -> Any:
     """`output` with real caches: those that were given, filled anew, where there were any."""
     states = caches_in(output)
     if not states:
@@ -188,7 +188,7 @@ def returned(output: Any, given: Mapping[str, Any]) -> Any:  # noqa: ANN401  wha
     olds = [x for x in pytree.tree_leaves(dict(given)) if is_cache(x)]
     known = {id(state): old for state, old in zip(states, olds, strict=False)}
 
-    def whole(x: Any) -> Any:  # noqa: ANN401  a leaf, or a flat cache
+    def whole(x: Any) -> Any:
         if not _is_flat(x) or id(x) not in known:  # a compiler guards on whose id is asked
             return _whole(x)
         restore(known[id(x)], x)
@@ -215,7 +215,7 @@ def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) ->
     return CacheState(state.spec, leaves)
 
 
-def caches_in(tree: Any) -> list[CacheState]:  # noqa: ANN401  any nest of values
+def caches_in(tree: Any) -> list[CacheState]:
     """The flat caches in `tree`, in order."""
     return [x for x in pytree.tree_leaves(tree, is_leaf=_is_flat) if isinstance(x, CacheState)]
 
@@ -224,11 +224,11 @@ def _is_flat(value: object) -> bool:
     return isinstance(value, CacheState)
 
 
-def _flat(value: Any) -> Any:  # noqa: ANN401  any leaf
+def _flat(value: Any) -> Any:
     return flat(value) if is_cache(value) else value
 
 
-def _whole(value: Any) -> Any:  # noqa: ANN401  any leaf, or a flat cache
+def _whole(value: Any) -> Any:
     return rebuilt(value) if isinstance(value, CacheState) else value
 
 
@@ -239,7 +239,7 @@ class _Walk:
     name: str
     leaves: list[torch.Tensor]
 
-    def of(self, value: Any, path: tuple[Any, ...], owner: type, key: object) -> CacheSpec:  # noqa: ANN401
+    def of(self, value: Any, path: tuple[Any, ...], owner: type, key: object) -> CacheSpec:
         if isinstance(value, torch.Tensor):
             self.leaves.append(value)
             return CacheSpec("tensor")
@@ -258,7 +258,7 @@ class _Walk:
         self.leaves.append(torch.empty((cast("int", number), 0)))
         return CacheSpec("count")
 
-    def nested(self, value: Any, path: tuple[Any, ...]) -> CacheSpec:  # noqa: ANN401
+    def nested(self, value: Any, path: tuple[Any, ...]) -> CacheSpec:
         kind: Kind
         if isinstance(value, list | tuple):
             sequence = cast("Sequence[object]", value)
@@ -282,7 +282,7 @@ class _Walk:
         )
 
 
-def _made(spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: ANN401
+def _made(spec: CacheSpec, leaves: Iterator[Any]) -> Any:
     if spec.kind == "tensor":
         return next(leaves)
     if spec.kind == "count":
@@ -299,7 +299,7 @@ def _made(spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: ANN401
     return values if spec.kind == "list" else tuple(values)
 
 
-def _filled(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:  # noqa: ANN401
+def _filled(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:
     """What stands where `old` stood: the same object where its make is the same."""
     if spec.kind == "object" and type(old) is spec.what:
         held = vars(old)

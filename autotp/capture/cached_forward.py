@@ -33,7 +33,7 @@ def unbranched() -> Generator[None]:
         yield
 
 
-def _needed(*_: Any, **__: Any) -> bool:  # noqa: ANN401  what decides about a mask takes
+def _needed(*_: Any, **__: Any) -> bool:
     return False
 
 
@@ -44,7 +44,7 @@ def _windowed() -> list[type]:
     return [found] if found is not None else []
 
 
-def _update(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _update(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
     """As the layer's own, with the cut at a size that is computed, not compared."""
     if not self.is_initialized:
         self.lazy_initialization(keys, values)
@@ -68,7 +68,7 @@ def _last(x: torch.Tensor, most: int) -> torch.Tensor:
     return x.index_select(-2, torch.arange(first, length, device=x.device))
 
 
-def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:  # noqa: ANN401
+def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
     """The number of keys that a call sees, and the position of the first."""
     kept: Any = self.keys.shape[-2] if self.is_initialized else 0
     if self.record_past:

@@ -185,7 +185,7 @@ class _Call:
 
         known = {n: self.given[n].clone() for n in self.known}
 
-        def call(**tensors: Any) -> Any:  # noqa: ANN401 what the model takes and gives
+        def call(**tensors: Any) -> Any:
             for state in caches_in(tensors):
                 tie_lengths(state)
             given = {n: tensors.get(n, v) for n, v in self.given.items()}
@@ -303,7 +303,7 @@ def _spelled(given: Mapping[str, Any], leaf: str) -> str:
     return dict(zip(named_leaves(given), paths, strict=True))[leaf]
 
 
-def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:  # noqa: ANN401
+def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:
     """The `dynamic_shapes` of one input: nested like `value`."""
     leaves = [
         {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
@@ -313,7 +313,7 @@ def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str
     return _listed(pytree.tree_unflatten(leaves, pytree.tree_structure(value)))
 
 
-def _listed(shapes: Any) -> Any:  # noqa: ANN401  a nest of what `_shapes` gives for a leaf
+def _listed(shapes: Any) -> Any:
     if isinstance(shapes, dict) and type(shapes) is dict and all(type(k) is int for k in shapes):
         return shapes
     if shapes is None:

@@ -162,7 +162,7 @@ def drops_nothing(node: fx.Node) -> bool:
 def retarget(graph: fx.Graph, device: torch.device) -> None:
     """Makes every device argument in `graph` (factory calls, `to`) `device`, in place."""
 
-    def moved(argument: Any) -> Any:  # noqa: ANN401 fx arguments
+    def moved(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
     for node in graph.nodes:

@@ -165,7 +165,7 @@ class _Copy:
                 self.values[node] = self._called(node)
         return list(self._mapped(module.graph.output_node().args[0]))
 
-    def _called(self, node: fx.Node) -> Any:  # noqa: ANN401 a node, or the list an inlined region gave
+    def _called(self, node: fx.Node) -> Any:
         if isinstance(node.target, HigherOrderOperator):
             return self._inlined(node)
         if drops_nothing(node):
@@ -197,22 +197,22 @@ class _Copy:
             )
         )
 
-    def _entered(self, submodule: Any, operands: list[Any]) -> list[Any]:  # noqa: ANN401 fx arguments
+    def _entered(self, submodule: Any, operands: list[Any]) -> list[Any]:
         module = self.values[submodule]
         names = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.values |= {n: self._mapped(o) for n, o in zip(names, operands, strict=True)}
         return self.region(module)
 
-    def _detached(self, value: Any) -> Any:  # noqa: ANN401 any output of a region
+    def _detached(self, value: Any) -> Any:
         if not _is_real(value):
             return value
         detach = torch.ops.aten.detach.default
         return self._created("call_function", detach, (value,), {}, "detach", value)
 
-    def _mapped(self, argument: Any) -> Any:  # noqa: ANN401 fx arguments
+    def _mapped(self, argument: Any) -> Any:
         return fx.map_arg(argument, self._value)
 
-    def _value(self, node: fx.Node) -> Any:  # noqa: ANN401 a node or a constant
+    def _value(self, node: fx.Node) -> Any:
         value = self.values[node]
         if not isinstance(value, _Later):
             return value

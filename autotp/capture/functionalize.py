@@ -110,7 +110,7 @@ def _run(node: fx.Node, like: torch.Tensor) -> torch.Tensor:
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _val(node: fx.Node) -> Any:  # noqa: ANN401 whatever the trace saw
+def _val(node: fx.Node) -> Any:
     return node.meta["val"]
 
 

@@ -98,12 +98,12 @@ class Calls:
         }
         return Calls(self.bare, {**self.given, **lengthened})
 
-    def _recorded(self, given: Mapping[str, Any], output: Any) -> dict[str, Any]:  # noqa: ANN401
+    def _recorded(self, given: Mapping[str, Any], output: Any) -> dict[str, Any]:
         """The last call's inputs: the first's if there is no output to go on with."""
         seen: list[dict[str, Any]] = []
         enough = 1 if output is None else 2
 
-        def note(**inputs: Any) -> Any:  # noqa: ANN401
+        def note(**inputs: Any) -> Any:
             seen.append(inputs)
             if len(seen) == enough:
                 raise _Enough
@@ -112,7 +112,7 @@ class Calls:
         self._generate(note, given, enough)
         return {name: value for name, value in seen[-1].items() if value is not None}
 
-    def _generate(self, forward: Any, given: Mapping[str, Any], calls: int) -> None:  # noqa: ANN401
+    def _generate(self, forward: Any, given: Mapping[str, Any], calls: int) -> None:
         bare: Any = self.bare
         setattr(forward, "__signature__", inspect.signature(bare.forward))  # noqa: B010
         bare.forward = forward
@@ -135,14 +135,14 @@ class Calls:
         )
 
 
-def _valued(value: Any) -> Any:  # noqa: ANN401  any input
+def _valued(value: Any) -> Any:
     """Ones for a tensor on meta: a mask of ones, words that there are."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         return torch.ones_like(value, device="cpu")
     return value
 
 
-def _returned(program: Program, inputs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _returned(program: Program, inputs: Mapping[str, Any]) -> Any:
     """What the program returns for inputs of these sizes: zeros, which take no memory."""
     pricing = Pricing(program, tensor_leaves(stated(inputs)))
     outputs: Sequence[Any] = program.graph.output_node().args[0]  # pyright: ignore
@@ -150,7 +150,7 @@ def _returned(program: Program, inputs: Mapping[str, Any]) -> Any:  # noqa: ANN4
     return cached(pytree.tree_unflatten(flat, program.out_spec))
 
 
-def _zeros(pricing: Pricing, output: Any) -> Any:  # noqa: ANN401  a node, or a constant
+def _zeros(pricing: Pricing, output: Any) -> Any:
     if not isinstance(output, fx.Node):
         return output
     val = output.meta["val"]

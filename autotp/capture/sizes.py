@@ -99,7 +99,7 @@ def data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str
     return sizes
 
 
-def _proven(size: torch.SymInt) -> Any:  # noqa: ANN401  sympy has no types
+def _proven(size: torch.SymInt) -> Any:
     """An expression in which what a guard of the capture says is a number is that number.
 
     Example: `8*s1 // s0` is 8 where a view of the forward needed that, and twice it is 16.
@@ -113,7 +113,7 @@ def _proven(size: torch.SymInt) -> Any:  # noqa: ANN401  sympy has no types
     return expression
 
 
-def _monomial(expression: Any) -> Size:  # noqa: ANN401  sympy has no types
+def _monomial(expression: Any) -> Size:
     if expression.is_Integer:
         return Size(int(expression))
     coefficient, symbols = 1, list[str]()

@@ -75,7 +75,7 @@ class Checkpoint:
             file.close()
 
 
-def read_json(path: Path, what: str) -> Any:  # noqa: ANN401  whatever the file holds
+def read_json(path: Path, what: str) -> Any:
     """The JSON of a file; WeightsError where it cannot be read. `what` names it in the advice."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

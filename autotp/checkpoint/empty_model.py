@@ -95,7 +95,7 @@ def hollow_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> No
                 setattr(module, key, made[id(old)])
 
 
-def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:  # noqa: ANN401
+def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:
     """The model of a class and a configuration on meta; PlanError where its code refuses them."""
     safe = getattr(transformers_module("initialization"), "meta_device_safe_creation_ops", None)
     try:
@@ -111,7 +111,7 @@ def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> n
         ) from error
 
 
-def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None) -> Any:  # noqa: ANN401  a transformers configuration
+def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None) -> Any:
     auto = transformers_module("models.auto.configuration_auto")
     kind = fields["model_type"]
     if kind not in auto.CONFIG_MAPPING and not trusted:
@@ -131,7 +131,7 @@ def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision:
 
 def _class_of(
     directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None
-) -> Any:  # noqa: ANN401  a class of models
+) -> Any:
     name = fields["architectures"][0]
     entries = cast("dict[str, str]", fields.get("auto_map") or {})
     own = next((ref for ref in entries.values() if str(ref).rpartition(".")[2] == name), None)
@@ -181,7 +181,7 @@ def _keep_precise(model: nn.Module, dtype: torch.dtype) -> None:
     hollow_parameters(model, dtypes)
 
 
-def _take_generation_config(model: Any, directory: Path) -> None:  # noqa: ANN401
+def _take_generation_config(model: Any, directory: Path) -> None:
     if model.can_generate() and (directory / "generation_config.json").is_file():
         generation = transformers_module("generation")
         try:
@@ -226,7 +226,7 @@ def _is_unset(buffer: Tensor) -> bool:
     return bool((numbers == _mark(numbers.dtype)).all())
 
 
-def _mark(dtype: torch.dtype) -> Any:  # noqa: ANN401  a number of any kind
+def _mark(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return nan
     numbers = torch.iinfo(dtype)

@@ -85,7 +85,7 @@ def incoming(
     checkpoint: Checkpoint,
     *,
     allow_extra: bool = False,
-    quantiser: Any = None,  # noqa: ANN401  one of Transformers'
+    quantiser: Any = None,
 ) -> Incoming:
     """What is read for `model`, a transformers model on meta, from a checkpoint.
 
@@ -127,9 +127,9 @@ class _Matching:
 
     def __init__(
         self,
-        model: Any,  # noqa: ANN401  a transformers model
+        model: Any,
         checkpoint: Checkpoint | None,
-        quantiser: Any = None,  # noqa: ANN401  one of Transformers'
+        quantiser: Any = None,
     ) -> None:
         self.model, self.checkpoint = model, checkpoint
         self.loading = transformers_module("core_model_loading")
@@ -236,7 +236,7 @@ class _Matching:
         return {key: m[0] if isinstance(m, list) else m for key, m in made.items()}
 
 
-def _loading_info() -> Any:  # noqa: ANN401  what Transformers collects while it loads
+def _loading_info() -> Any:
     kind = transformers_module("utils.loading_report").LoadStateDictInfo
     empty: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
     return kind(**{field.name: empty.get(field.name, set()) for field in dataclasses.fields(kind)})
@@ -250,7 +250,7 @@ def _aliases(model: nn.Module) -> list[set[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def _excused(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], list[str]]:  # noqa: ANN401
+def _excused(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], list[str]]:
     """What is missing and what is unknown, without what the model's class says is no fault."""
     info = _loading_info()
     info.missing_keys, info.unexpected_keys = set(missing), set(extra)

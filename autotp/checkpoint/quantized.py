@@ -30,7 +30,7 @@ _PACKED: Final = re.compile(
 )
 
 
-def quantiser_of(where: object, fields: Mapping[str, Any], *, dequantise: bool = False) -> Any:  # noqa: ANN401
+def quantiser_of(where: object, fields: Mapping[str, Any], *, dequantise: bool = False) -> Any:
     """What turns quantised weights into plain ones, one of Transformers'; None if there are none.
 
     Raises WeightsError where a configuration, or one inside it, tells of a quantisation, and it is
@@ -87,7 +87,7 @@ def refuse_named(unknown: Iterable[str], tensors: Mapping[str, Stored]) -> None:
         )
 
 
-def _quantiser(where: object, found: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _quantiser(where: object, found: Mapping[str, Any]) -> Any:
     auto = transformers_module("quantizers.auto")
     named = f"{where}: is quantised ({_method(found)})"
     try:
@@ -110,7 +110,7 @@ def _quantiser(where: object, found: Mapping[str, Any]) -> Any:  # noqa: ANN401
     return made
 
 
-def _method(found: Any) -> str:  # noqa: ANN401  what a configuration holds
+def _method(found: Any) -> str:
     if not isinstance(found, Mapping):
         return repr(found)
     kind = found.get("quant_method") or found.get("quant_type")

@@ -52,11 +52,11 @@ class Recipes(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401  torch's own operator class
-        types: Any,  # noqa: ANN401  unused
+        func: Any,
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401  what the op returns
+    ) -> Any:
         """Runs the op, and notes down what it made."""
         made = func(*args, **(kwargs or {}))
         taken = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -134,7 +134,7 @@ def _like(meta: Tensor, found: Tensor) -> Tensor:
     return strided.copy_(found)
 
 
-def _applied(step: _Step, real: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401
+def _applied(step: _Step, real: Callable[[Tensor], Tensor]) -> Any:
     """What an op gives where its tensors are `real`."""
 
     def of(x: object) -> object:
@@ -298,7 +298,7 @@ def _unsqueeze(read: Read, step: _Step, box: Box) -> Tensor:
     return read(step.args[0], (*box[:dim], *box[dim + 1 :])).unsqueeze(dim)
 
 
-def _argument(step: _Step, place: int, name: str, default: Any) -> Any:  # noqa: ANN401
+def _argument(step: _Step, place: int, name: str, default: Any) -> Any:
     """An argument of an op, by its place or its name."""
     return step.args[place] if len(step.args) > place else step.kwargs.get(name, default)
 

@@ -98,7 +98,7 @@ def outgoing(whole: nn.Module, max_shard_size: int | str) -> Outgoing:
     return Outgoing(files, index, saved, recipes)
 
 
-def _state(model: Any) -> dict[str, Tensor]:  # noqa: ANN401  a transformers model
+def _state(model: Any) -> dict[str, Tensor]:
     """The tensors that are saved, by the model's own keys."""
     state: dict[str, Tensor] = dict(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
@@ -107,7 +107,7 @@ def _state(model: Any) -> dict[str, Tensor]:  # noqa: ANN401  a transformers mod
     return modeling.remove_tied_weights_from_state_dict(state, model)
 
 
-def _split(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:  # noqa: ANN401
+def _split(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
     """Which file each tensor goes to: the library's answer for tensors with values.
 
     It keeps those that share memory in one file, such as the experts that were one parameter, and

@@ -31,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
 
     known: ClassVar[set[str]] = set()
 
-    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:  # noqa: ANN401  argparse's
+    def add_argument(self, *names: Any, **how: Any) -> argparse.Action:
         """Adds an argument, and remembers its name."""
         action = super().add_argument(*names, **how)
         self.known.update(action.option_strings)

@@ -67,7 +67,7 @@ class Pace:
 class _Clock:
     """A streamer of Transformers' kind that notes when words come, and hands them on."""
 
-    def __init__(self, onward: Any, ready: float) -> None:  # noqa: ANN401  a streamer, or None
+    def __init__(self, onward: Any, ready: float) -> None:
         self.onward, self.pace, self.begun = onward, Pace(ready), time.perf_counter()
         self.prompt_seen = False
 
@@ -159,7 +159,7 @@ def _generate(
     return generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **limit, **how)
 
 
-def _tokenizer(wanted: Wanted) -> Any:  # noqa: ANN401  transformers'
+def _tokenizer(wanted: Wanted) -> Any:
     auto = importlib.import_module("transformers").AutoTokenizer
     try:
         trust = wanted.trust_remote_code
@@ -171,7 +171,7 @@ def _tokenizer(wanted: Wanted) -> Any:  # noqa: ANN401  transformers'
         ) from error
 
 
-def _ids(wanted: Wanted, tokenizer: Any) -> torch.Tensor:  # noqa: ANN401  transformers'
+def _ids(wanted: Wanted, tokenizer: Any) -> torch.Tensor:
     """The prompt as numbers, (1, length)."""
     if tokenizer is None:
         return torch.tensor([list(wanted.ids)])

@@ -164,11 +164,11 @@ def _symbols(part: Part) -> list[Any]:
     return list(found)
 
 
-def _expression(size: Any) -> Any:  # noqa: ANN401  a number, or its expression
+def _expression(size: Any) -> Any:
     return size.node.expr if isinstance(size, SYMBOLIC) else size
 
 
-def _value(size: Any, sizes: Sizes) -> Any:  # noqa: ANN401  a number
+def _value(size: Any, sizes: Sizes) -> Any:
     """A size, or another number made of sizes, at chosen ones."""
     if not isinstance(size, SYMBOLIC):
         return size
@@ -261,7 +261,7 @@ def _made(part: Part, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]
         assert made is not None, f"{node.name} has no {part.inputs[node]}"
         return made
 
-    def given(argument: Any) -> Any:  # noqa: ANN401  fx arguments
+    def given(argument: Any) -> Any:
         if isinstance(argument, torch.device):
             return torch.device("cpu")
         if not isinstance(argument, fx.Node):
@@ -273,7 +273,7 @@ def _made(part: Part, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]
     return cast("OpOverload", node.target)(*args, **kwargs)
 
 
-def _mapped(argument: Any, given: Any) -> Any:  # noqa: ANN401  fx arguments, whose nodes become values
+def _mapped(argument: Any, given: Any) -> Any:
     if isinstance(argument, list | tuple):
         return type(argument)(_mapped(a, given) for a in cast("Sequence[Any]", argument))
     return given(argument)

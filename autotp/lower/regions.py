@@ -242,7 +242,7 @@ def _holders(values: Iterable[fx.Node]) -> dict[Any, Source]:
     return holders
 
 
-def _expression(size: object) -> Any:  # noqa: ANN401  # sympy is untyped
+def _expression(size: object) -> Any:
     """The sympy expression of a symbolic size; None for plain numbers."""
     if not isinstance(size, torch.SymInt):
         return None

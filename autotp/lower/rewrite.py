@@ -216,7 +216,7 @@ class _Writer:
     def _output(self, node: fx.Node) -> None:
         kept = self.decision.kept
 
-        def given(old: Any, number: int) -> Any:  # noqa: ANN401  a node or a constant
+        def given(old: Any, number: int) -> Any:
             if not isinstance(old, fx.Node):
                 return old
             if source_of(old) not in self.analysis.dims:
@@ -357,7 +357,7 @@ class _Writer:
             found = self.locals[key] = meta.new_empty(shape)
         return found
 
-    def _local_size(self, whole: Any, split: Split) -> Any:  # noqa: ANN401  an int or a SymInt
+    def _local_size(self, whole: Any, split: Split) -> Any:
         rank, tp = self.target.rank, self.target.tp
         if split.is_known:
             return split.local_length(rank, tp)

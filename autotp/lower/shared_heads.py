@@ -83,7 +83,7 @@ def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
     return not (known and kept and same and int(heads) * copies == shape[HEADS])
 
 
-def _four(source: Any) -> fx.Node | None:  # noqa: ANN401  fx arguments
+def _four(source: Any) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and source.meta["val"].dim() == 4 else None
 
 

@@ -154,7 +154,7 @@ def _rewrite(node: fx.Node, *, causal: bool) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _above(masks: Any) -> set[fx.Node]:  # noqa: ANN401  nodes
+def _above(masks: Any) -> set[fx.Node]:
     """The nodes that made the masks."""
     found: set[fx.Node] = set()
     waiting: list[fx.Node] = list(masks)
@@ -166,5 +166,5 @@ def _above(masks: Any) -> set[fx.Node]:  # noqa: ANN401  nodes
     return found
 
 
-def _argument(node: fx.Node, position: int, name: str) -> Any:  # noqa: ANN401  fx arguments
+def _argument(node: fx.Node, position: int, name: str) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)

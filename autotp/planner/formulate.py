@@ -157,7 +157,7 @@ class _Poser:
         found = strategies(use.rule, facts, forest, tp, training=training, offers=offers)
         return tuple(s for s in found if self._is_bounded(use.node, s))
 
-    def _is_bounded(self, node: Any, strategy: Strategy) -> bool:  # noqa: ANN401  an fx.Node
+    def _is_bounded(self, node: Any, strategy: Strategy) -> bool:
         """Whether rows are grouped by bounds that are known where the node stands."""
         for axis in Partition.of(strategy.axis).axes:
             groups = self.analysis.forest.named(axis).groups

@@ -12,9 +12,9 @@ A strategy gives every operand and result a placement. There are four kinds:
 An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient:
 R~ in training, R without gradients.
 
-Where rows are grouped (`algebra.grouped_rows`), rows and groups are cut together: values with the rows are
-G, weights with the groups S. Every value with a gradient must have one of the two, since rows that
-mean nothing would reach the gradient of another.
+Where rows are grouped (`algebra.grouped_rows`), rows and groups are sharded together: values with
+the rows are G, weights with the groups S. Every value with a gradient must have one of the two,
+since rows that mean nothing would otherwise reach the gradient of another value.
 """
 
 from collections.abc import Callable, Iterator

@@ -24,7 +24,7 @@ class RecordError(Exception):
     """A value does not fit its annotation; the message starts with the value's path."""
 
 
-def encode(value: object) -> Any:  # noqa: ANN401  a JSON value
+def encode(value: object) -> Any:
     """The JSON value of `value`: records become dicts in field order, tuples become lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
@@ -47,7 +47,7 @@ def decode(annotation: type[T], value: object, path: str = "") -> T:
     return _decode(annotation, value, path)
 
 
-def _decode(annotation: Any, value: object, path: str) -> Any:  # noqa: ANN401  types are data here
+def _decode(annotation: Any, value: object, path: str) -> Any:
     if annotation in (object, Any):
         return _frozen(value)
     if dataclasses.is_dataclass(annotation):
@@ -58,7 +58,7 @@ def _decode(annotation: Any, value: object, path: str) -> Any:  # noqa: ANN401  
     return _scalar(annotation, value, path)
 
 
-def _record(cls: Any, value: object, path: str) -> Any:  # noqa: ANN401
+def _record(cls: Any, value: object, path: str) -> Any:
     items = _mapping(value, path)
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}

@@ -32,7 +32,7 @@ def attended(forward: Forward) -> Forward:
     """
 
     @wraps(forward)
-    def call(model: "ShardedModel", *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(model: "ShardedModel", *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(model, *args, **kwargs)
         began = time.monotonic()

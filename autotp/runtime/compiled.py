@@ -38,7 +38,7 @@ class Callee(Protocol):
         """Its state."""
         ...
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: ANN401
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 M = TypeVar("M", bound=Callee)
@@ -60,7 +60,7 @@ class Compiled:
         self.options = dict(options)
         self.known: dict[tuple[Variant, int], Call] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         if torch.compiler.is_compiling():  # a larger model is compiled, and this one with it
             return _call(self.model, 0, args, kwargs)
@@ -91,7 +91,7 @@ def _free_sizes(variant: Variant, leaves: Mapping[str, Any]) -> None:
             torch._dynamo.maybe_mark_dynamic(leaves[name], dim)  # pyright: ignore
 
 
-def _call(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+def _call(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     model.sharded_state.granted = granted  # while this is traced, not while it runs
     try:
         return model._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]

@@ -78,7 +78,7 @@ class _AsFirst:
     def __init__(self, own: Callable[..., torch.Tensor], group: Group) -> None:
         self.own, self.group = own, group
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the criterion's own
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the criterion says on rank 0 of each sequence, (batch)."""
         said = torch.as_tensor(self.own(*args, **kwargs))
         with waiting(self.group.name, "generate: whether to end"):
@@ -89,7 +89,7 @@ def _stopped_alike(criteria: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own criteria, of which those that may look at a clock are asked of rank 0."""
 
     @functools.wraps(criteria)
-    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, group = criteria(self, *args, **kwargs), self.sharded_state.more.where
         if group.size > 1 and exists(group.name):
             for k, own in enumerate(found):
@@ -104,7 +104,7 @@ def _drawn_alike(generate: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own `generate`, from one random state on all ranks."""
 
     @functools.wraps(generate)
-    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.sharded_state
         if state.compare is not None:
             state.compare(type(self).__name__, "generate()", _asked(args, kwargs))
@@ -132,7 +132,7 @@ def _called_alone(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own `get_encoder`, whose encoder is ready to be called by itself."""
 
     @functools.wraps(get_encoder)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = get_encoder(self, *args, **kwargs)
         paths = [path for path, module in self.named_modules() if module is found and path]
         return type(self).part(self, paths[0]) if paths else found
@@ -149,7 +149,7 @@ def _expanded(expand: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own `expand`, which repeats rows, but not those that are not of one prompt."""
 
     @functools.wraps(expand)
-    def expanded(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as the model's own
+    def expanded(self: Any, *args: Any, **kwargs: Any) -> Any:
         size = int(kwargs.get("expand_size", 1))
         seen = [name for name in kwargs if name.startswith(_SEEN) and kwargs[name] is not None]
         if size > 1 and seen:

@@ -49,10 +49,10 @@ class Layer(Baked):
 
     def forward(  # a layer takes and gives what its graph does
         self,
-        *args: Any,  # noqa: ANN401
+        *args: Any,
         variant: str | None = None,
-        **kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        **kwargs: Any,
+    ) -> Any:
         """What the layer's part of the graph gives."""
         if variant is None or kwargs:
             raise PlanError(

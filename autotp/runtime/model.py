@@ -178,7 +178,7 @@ class ShardedModel(Baked):
         return source(_known(self, key))
 
     @attended
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns, computed by this rank and its group."""
         given = self.sharded_signature.bind(args, kwargs)
         if self.sharded_state.imagined:
@@ -188,12 +188,12 @@ class ShardedModel(Baked):
         return returned(variant.run(self, inputs, state.rank, state.granted), given)
 
     @stands_aside
-    def prepare(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures what a call with these arguments needs in the present mode; runs nothing."""
         _variant(self, stated(self.sharded_signature.bind(args, kwargs)))
 
     @stands_aside
-    def key(self, *args: Any, **kwargs: Any) -> str:  # noqa: ANN401
+    def key(self, *args: Any, **kwargs: Any) -> str:
         """The key of a call with these arguments in the present mode."""
         return _key(self, stated(self.sharded_signature.bind(args, kwargs)))
 
@@ -216,12 +216,12 @@ class ShardedModel(Baked):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:  # noqa: ANN401  as torch's own
+    ) -> Any:
         """Loads what `state_dict()` gave on this rank; PlanError for whole weights."""
         refuse_whole(self, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  as torch's own
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         """Makes calls run compiled, by torch.compile with these options; sizes are free.
 
         Each kind of call is captured and compiled when it first comes.
@@ -382,7 +382,7 @@ def _store(model: ShardedModel, method: str) -> Store:
 def model_class(original: type[nn.Module]) -> type[ShardedModel]:
     """The class of sharded models of class `original`, with its signature."""
 
-    def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
         return ShardedModel.forward(self, *args, **kwargs)
 
     # a code object of its own: a compiler counts recompilations, up to its limit, by code object

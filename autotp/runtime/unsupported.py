@@ -27,7 +27,7 @@ def refuse_gradients(model: str, what: str) -> NoReturn:
     )
 
 
-def refuse_whole(model: Any, weights: Mapping[str, Any]) -> None:  # noqa: ANN401  a sharded model
+def refuse_whole(model: Any, weights: Mapping[str, Any]) -> None:
     """Refuses whole weights, in the place of a rank's parts, among those to be loaded."""
     parts = dict(model.named_parameters(remove_duplicate=False))
     for record in model.sharded_state.plan.parameters.values():
@@ -47,7 +47,7 @@ def refused(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in _METHODS.items() if hasattr(original, name)}
 
 
-def _resized(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+def _resized(self: Any, *_: object, **__: object) -> NoReturn:
     raise PlanError(
         f"{type(self).__name__}: {self.sharded_state} holds shards, which resize_token_embeddings "
         "would replace by whole tables that no plan knows. Resize the whole model before "
@@ -55,7 +55,7 @@ def _resized(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  
     )
 
 
-def _attended(self: Any, attn_implementation: object, *_: object, **__: object) -> None:  # noqa: ANN401
+def _attended(self: Any, attn_implementation: object, *_: object, **__: object) -> None:
     """Refuses another implementation of attention than the one captured."""
     captured = getattr(self.config, "_attn_implementation", None)
     if attn_implementation != captured:
@@ -66,7 +66,7 @@ def _attended(self: Any, attn_implementation: object, *_: object, **__: object) 
         )
 
 
-def _batched(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+def _batched(self: Any, *_: object, **__: object) -> NoReturn:
     raise PlanError(
         f"{type(self).__name__}: continuous batching (generate_batch, or "
         'cache_implementation="paged") keeps keys and values in pages of its own, sized for all '
@@ -74,7 +74,7 @@ def _batched(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  
     )
 
 
-def _adapted(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+def _adapted(self: Any, *_: object, **__: object) -> NoReturn:
     raise PlanError(
         f"{type(self).__name__}: {self.sharded_state} runs graphs, which know of no adapter that "
         "is added to its modules: it would be left out of all calls. Add or load the adapter "
@@ -82,7 +82,7 @@ def _adapted(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  
     )
 
 
-def _pushed(self: Any, *_: object, **__: object) -> NoReturn:  # noqa: ANN401  a sharded model
+def _pushed(self: Any, *_: object, **__: object) -> NoReturn:
     raise PlanError(
         f"{type(self).__name__}: push_to_hub() on {self.sharded_state}, which holds no more than "
         "its part. Call save_pretrained(directory) on every rank, then upload the directory."

@@ -184,7 +184,7 @@ class Variant:
             return all(condition(inputs, torch, math) for condition in self.conditions)
         return broken_guard(self.program, inputs) is None
 
-    def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int, granted: int) -> Any:  # noqa: ANN401
+    def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int, granted: int) -> Any:
         """What the model's forward returns for `inputs`, with this `rank`'s part of caches."""
         if self.plan.caches and not torch.compiler.is_compiling():
             inputs = own_parts(inputs, self.plan.caches, rank, self.plan.tp)

@@ -15,7 +15,7 @@ _CHILDREN: Final = ("_modules", "_parameters", "_buffers")
 class _Aside:
     """A method or property; not of the kind that wins over what an object holds itself."""
 
-    def __init__(self, member: Any) -> None:  # noqa: ANN401  a function or a property
+    def __init__(self, member: Any) -> None:
         self.member, self.__doc__ = member, member.__doc__
         self.name = ""
 
@@ -23,7 +23,7 @@ class _Aside:
         """Learns what it is called."""
         self.name = name
 
-    def __get__(self, model: Any, owner: type | None = None) -> Any:  # noqa: ANN401
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
         """The model's own child of that name, else the member."""
         if model is None:
             return self.member

@@ -17,7 +17,8 @@ neighbours of i,
     m_i(x_N(i)) = min_(x_i) sum of the terms that contain i          `solver.elimination.eliminate`
 
 The best x_i for every x_N(i) is kept; reading these tables backwards gives x. Tuples are packed
-into few int64 words that sum and compare exactly (`solver.elimination.packing`): no float takes part.
+into a few int64 words that sum and compare exactly (`solver.elimination.packing`): no float is
+involved.
 
 Complexity: O(n d^(w+1)) for n variables of at most d choices, where w, the width of the order
 (`solver.elimination.elimination_order`, least degree first), is 2 to 4 on Transformers; layers

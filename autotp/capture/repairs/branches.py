@@ -145,7 +145,7 @@ def _input_of(source: str) -> str:
     return source.split("'")[1]
 
 
-def _turns(condition: Any, answer: bool) -> bool:  # noqa: ANN401 sympy has no types
+def _turns(condition: Any, answer: bool) -> bool:
     """Whether some sizes of 1 may make the condition come out otherwise."""
     symbols = sorted(condition.free_symbols, key=str)
     ones = [of for n in range(1, len(symbols) + 1) for of in combinations(symbols, n)]

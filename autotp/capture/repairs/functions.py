@@ -42,7 +42,7 @@ def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool)
     found: list[tuple[Any, str, tuple[Any, ...], Applied | None, int]] = []
     own = torch.autograd.Function.__dict__["apply"]
 
-    def noted(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 whatever it takes
+    def noted(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(_OURS) or not _asks(args, kwargs):
             return own.__get__(None, cls)(*args, **kwargs)
         applied = None if kwargs else Applied.of(cls, args)
@@ -109,11 +109,11 @@ def _drawn(item: object) -> object:
     return _Drawn(tuple(_size(s) for s in item.shape), item.dtype, item.requires_grad)
 
 
-def _size(size: Any) -> int:  # noqa: ANN401 an int, or a SymInt while exporting
+def _size(size: Any) -> int:
     return size if type(size) is int else int(size.node.hint or 2)
 
 
-def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:  # noqa: ANN401 a Function's class
+def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a function's backward is what autograd makes of its forward."""
     told = function.setup_context is not torch.autograd.Function.setup_context
     context = () if told else (Saving(),)
@@ -125,7 +125,7 @@ def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:  # noqa: ANN401
     return all(_equal(one, other) for one, other in zip(by_hand, by_torch, strict=True))
 
 
-def _unsteady(function: Any, arguments: tuple[Any, ...]) -> str:  # noqa: ANN401 a Function's class
+def _unsteady(function: Any, arguments: tuple[Any, ...]) -> str:
     """What makes two runs of a function differ, or write to what they are given; else empty."""
     given = pytree.tree_map(_made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
     before = [t.detach().clone() for t in _tensors(given)]

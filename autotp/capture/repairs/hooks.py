@@ -57,7 +57,7 @@ def baked_hooks(model: nn.Module) -> Generator[set[int]]:
 
 
 def _noting(hook: Hook, number: int, baked: set[int]) -> Hook:
-    def noting(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 as above
+    def noting(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in pytree.tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
         before = [t._version for t in tensors]
         result = hook(*args, **kwargs)

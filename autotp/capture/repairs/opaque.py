@@ -60,7 +60,7 @@ class Applied(NamedTuple):
         plain = all(type(leaf) in _FIXED for leaf in fixed)
         return cls(function, spec, fixed, tensors) if plain else None
 
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401 as given
+    def arguments(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The arguments with `tensors` in their places."""
         leaves = list(self.fixed)
         for at, tensor in zip(self.tensors, tensors, strict=True):
@@ -72,7 +72,7 @@ class Applied(NamedTuple):
         leaves = pytree.tree_leaves(args)
         return [leaves[at] for at in self.tensors]
 
-    def forward(self, *tensors: torch.Tensor) -> Any:  # noqa: ANN401 what the function gives
+    def forward(self, *tensors: torch.Tensor) -> Any:
         """What the function's forward gives, by itself."""
         told = self.function.setup_context is not torch.autograd.Function.setup_context
         context = () if told else (Saving(),)
@@ -99,22 +99,22 @@ def _digest(applied: Applied, results: int) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:6]
 
 
-def _name(function: Any, digest: str) -> str:  # noqa: ANN401 a Function's class
+def _name(function: Any, digest: str) -> str:
     name = f"{function.__name__}_{digest}"
     taken = sum(other.__name__ == function.__name__ and d == digest for other, d in _MADE)
     return f"{name}_{taken}" if taken else name
 
 
 def _made(applied: Applied, results: int, name: str) -> tuple[OpOverload, torch.library.Library]:
-    def run(*tensors: torch.Tensor) -> Any:  # noqa: ANN401 a tensor or several
+    def run(*tensors: torch.Tensor) -> Any:
         with torch.no_grad():
             return _apart(applied.forward(*tensors), tensors)
 
-    def saved(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:  # noqa: ANN401 torch's
+    def saved(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         del output
         ctx.save_for_backward(*inputs)
 
-    def back(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ANN401 torch's
+    def back(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return _backward(applied, ctx.saved_tensors, ctx.needs_input_grad, gradients)
 
     given = ", ".join(f"Tensor x{i}" for i in range(len(applied.tensors)))
@@ -128,7 +128,7 @@ def _made(applied: Applied, results: int, name: str) -> tuple[OpOverload, torch.
     return getattr(getattr(torch.ops, _NAMESPACE), name).default, library
 
 
-def _apart(results: Any, tensors: Sequence[torch.Tensor]) -> Any:  # noqa: ANN401 as given
+def _apart(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The results, none of them in the memory of an operand: an op's may not be."""
     given = {t.untyped_storage()._cdata for t in tensors}
 

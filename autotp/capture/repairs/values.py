@@ -35,10 +35,10 @@ class Known(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Any,  # noqa: ANN401 torch's own
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 whatever `func` gives
+    ) -> Any:
         """What `func` gives, as a real tensor where all that it takes are."""
         kwargs = kwargs or {}
         leaves = pytree.tree_leaves((args, kwargs))
@@ -62,7 +62,7 @@ class Known(TorchFunctionMode):
         places = [place for one in index for place in self._places(one)]
         return args[0], tuple(places), *args[2:]
 
-    def _places(self, index: Any) -> Sequence[Any]:  # noqa: ANN401 whatever an index has
+    def _places(self, index: Any) -> Sequence[Any]:
         if id(index) not in self._tensors or index.dtype != torch.bool:
             return (index,)
         return self.__torch_function__(torch.Tensor.nonzero, (), (index,), {"as_tuple": True})

@@ -86,7 +86,7 @@ def _covers(node: fx.Node, groups: int) -> bool:
     return given == (groups, 0, groups - 1)
 
 
-def argument(node: fx.Node, name: str) -> Any:  # noqa: ANN401  a literal, or a node
+def argument(node: fx.Node, name: str) -> Any:
     """The value of the argument called `name`, its default if it is not given."""
     schema: Any = getattr(node.target, "_schema", None)
     for at, known in enumerate(schema.arguments if schema else ()):

@@ -74,7 +74,7 @@ class Opaque:
     def run(self, tensors: Sequence[Tensor], values: Values) -> list[Tensor]:
         """The op's results on `tensors`."""
 
-        def fill(x: Any) -> Any:  # noqa: ANN401  an argument of any op
+        def fill(x: Any) -> Any:
             if isinstance(x, _Hole):
                 return tensors[x.number]
             return _value(x, values) if isinstance(x, Size) else x
@@ -131,11 +131,11 @@ class _UnfitError(Exception):
 
 
 def _open(
-    x: Any,  # noqa: ANN401  an argument of any op
+    x: Any,
     place: int | str,
     places: Mapping[tuple[int | str, int], _Hole],
     sizes: Sizes,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """An argument with holes for tensors, and sizes for nodes that are sizes."""
     if (place, -1) in places:
         return places[(place, -1)]
@@ -145,7 +145,7 @@ def _open(
     return [places[(place, k)] if (place, k) in places else _leaf(i, sizes) for k, i in items]
 
 
-def _leaf(x: Any, sizes: Sizes) -> Any:  # noqa: ANN401  an argument of any op
+def _leaf(x: Any, sizes: Sizes) -> Any:
     if isinstance(x, fx.Node):
         value = x.meta.get("val")
         if isinstance(value, torch.SymInt):
@@ -165,7 +165,7 @@ def _node(node: fx.Node, operand: Operand) -> fx.Node:
     return given if operand.item < 0 else given[operand.item]
 
 
-def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  arguments of any op
+def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(x, _Hole | Size):
         return change(x)
     if isinstance(x, Mapping):
@@ -175,7 +175,7 @@ def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401  argum
     return change(x)
 
 
-def _leaves(x: Any) -> Iterator[Any]:  # noqa: ANN401  arguments of any op
+def _leaves(x: Any) -> Iterator[Any]:
     leaves: list[Any] = []
     _mapped(x, leaves.append)
     return iter(leaves)

@@ -78,7 +78,7 @@ def _is_known(value: object) -> bool:
     return all(not isinstance(n, torch.SymInt) or n.node.has_hint() for n in sizes)
 
 
-def _concrete(value: Any) -> Any:  # noqa: ANN401
+def _concrete(value: Any) -> Any:
     """A tensor or number of the sizes that were traced."""
     if isinstance(value, torch.Tensor):
         sizes, strides = map(_hint, value.shape), map(_hint, value.stride())
@@ -86,11 +86,11 @@ def _concrete(value: Any) -> Any:  # noqa: ANN401
     return _hint(value)
 
 
-def _hint(value: Any) -> Any:  # noqa: ANN401
+def _hint(value: Any) -> Any:
     return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
-def _moved(argument: Any) -> Any:  # noqa: ANN401
+def _moved(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
@@ -115,11 +115,11 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,  # noqa: ANN401
+        func: Any,
         types: Sequence[type],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         self.seen.append((func, _told((tuple(args), dict(kwargs or {})))))
         return func(*args, **(kwargs or {}))
 
