@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.compiler import Work
-from autotp.options import Options
+from autotp.compiler import ModelCompiler
+from autotp.options import read_request
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
@@ -34,17 +34,19 @@ class Captured:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], **options: Any) -> None:
         """The capture of `model`; trained unless told otherwise."""
         self.model = model
-        self.work = Work(model, Options(**{"example_inputs": inputs, "training": True} | options))
+        self.work = ModelCompiler(
+            model, read_request(**{"example_inputs": inputs, "training": True} | options)
+        )
 
     def plan(self, tp: int) -> Plan:
         """The plan alone."""
-        return self.work.made(tp, "tp").plan
+        return self.work.compile(tp, "tp").plan
 
     def proof(self, tp: int) -> Proof:
         """The plan with its ranks and the evidence about them; gradients too, where trained."""
-        made = self.work.made(tp, "tp")
+        made = self.work.compile(tp, "tp")
         where = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
-        ranks = [self.work.built(made, group) for group in where]
+        ranks = [self.work.build(made, group) for group in where]
         evidence = prove(
             self.model,
             ranks,

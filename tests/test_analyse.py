@@ -13,7 +13,7 @@ from autotp.errors import RuleError, UnknownOpError
 from autotp.oprules.notation import parse
 from autotp.oprules.rulebook import Rulebook, load
 from autotp.planner.analysis import Analysis, Use
-from autotp.planner.propagate import analyse
+from autotp.planner.propagate import propagate
 from tests import models
 from tests.analysed import Analysed, family
 
@@ -39,7 +39,7 @@ def around(
     strict: bool = False,
 ) -> Analysis:
     program = capture(Around(function), {"x": torch.randn(2, 5, WIDTH)})
-    return analyse(program, ["weight"], rules or load(), strict=strict)
+    return propagate(program, ["weight"], rules or load(), strict=strict)
 
 
 def use_of(analysis: Analysis, op: str) -> Use:

@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from autotp.algebra.placement import SHARED
 from autotp.algebra.split import Split, segment
-from autotp.compiler import Made, Work
+from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import VerifyError
 from autotp.lower.check import check
-from autotp.options import Options
+from autotp.options import read_request
 
 TP, HIDDEN, FFN, WORDS = 2, 16, 64, 128
 OURS = torch.ops.autotp
@@ -38,13 +38,13 @@ class Block(nn.Module):
 
 
 @cache
-def work() -> Work:
+def work() -> ModelCompiler:
     torch.manual_seed(0)
     inputs = {"ids": torch.randint(0, WORDS, (2, 5))}
-    return Work(Block(), Options(example_inputs=inputs, training=True))
+    return ModelCompiler(Block(), read_request(example_inputs=inputs, training=True))
 
 
-def checked(made: Made) -> None:
+def checked(made: CompiledVariant) -> None:
     written = made.rewritten
     check(
         written.graph,
@@ -126,13 +126,13 @@ FAULTS: dict[str, tuple[Callable[[fx.Graph], fx.Node], str]] = {
 
 
 def test_the_untouched_graph_passes() -> None:
-    checked(work().made(TP, "tp"))
+    checked(work().compile(TP, "tp"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault: str) -> None:
     plant, message = FAULTS[fault]
-    made = work().made(TP, "tp")
+    made = work().compile(TP, "tp")
     blamed = plant(made.rewritten.graph)
 
     with pytest.raises(VerifyError, match=rf"node {blamed.name}\b.*{re.escape(message)}"):
@@ -140,7 +140,7 @@ def test_a_fault_is_named(fault: str) -> None:
 
 
 def test_what_leaves_the_graph_must_be_whole() -> None:
-    made = work().made(TP, "tp")
+    made = work().compile(TP, "tp")
     gather = node_of(made.rewritten.graph, OURS.gather.default, after="linear_2")
     source = gather.all_input_nodes[0]
     bypass(gather)
@@ -150,7 +150,7 @@ def test_what_leaves_the_graph_must_be_whole() -> None:
 
 
 def test_a_parameter_must_be_read_as_it_is_laid_out() -> None:
-    made = work().made(TP, "tp")
+    made = work().compile(TP, "tp")
     parameters = dict(made.decision.parameters) | {"up.weight": SHARED}
     wrong = replace(made, decision=replace(made.decision, parameters=parameters))
 
@@ -159,7 +159,7 @@ def test_a_parameter_must_be_read_as_it_is_laid_out() -> None:
 
 
 def test_the_plan_must_count_the_collectives_of_the_graph() -> None:
-    made = work().made(TP, "tp")
+    made = work().compile(TP, "tp")
     made.rewritten.collectives.pop()
 
     with pytest.raises(VerifyError, match="the graph runs .*, the plan counts "):

@@ -121,6 +121,7 @@ def test_plan_passes_on_what_was_asked(calls: Calls, directory: str) -> None:
         "strict": True,
         "new_tokens": 0,
         "reduce_dtype": "float32",
+        "rules": [],
     } == asked
     assert (3, 5) == inputs["input_ids"].shape
     assert inputs["input_ids"].is_meta

@@ -26,11 +26,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autotp.cli.main import main as cli
-from autotp.compiler import Made, Work
+from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.cost import conversions as price
 from autotp.oprules import rulebook
-from autotp.options import Options
-from autotp.planner.formulate import decide
+from autotp.options import read_request
+from autotp.planner.formulate import interpret_solution
 from autotp.solver.solve import solve
 
 ROOT = Path(__file__).parents[1]
@@ -212,19 +212,19 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def work() -> Work:
+def work() -> ModelCompiler:
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SMALL)).eval()
-    return Work(model, Options(training=True))
+    return ModelCompiler(model, read_request(training=True))
 
 
-def planned(work: Work) -> tuple[Made, list[str]]:
+def planned(work: ModelCompiler) -> tuple[CompiledVariant, list[str]]:
     """The optimum at tp 2, and the parameters whose gradient is partial in it."""
-    posed = work.posed(2)
+    posed = work.formulate(2)
     solution = solve(posed.problem)
-    placements = decide(posed, solution).parameters
+    placements = interpret_solution(posed, solution).parameters
     partial = [name for name, placement in placements.items() if placement.kind == "R~"]
-    return work.made_of(posed, solution, 2, "tp"), partial
+    return work.lower(posed, solution, 2, "tp"), partial
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def planned(work: Work) -> tuple[Made, list[str]]:
     ids=["as searched", "with S to R~", "with both"],
 )
 def test_what_the_two_conversions_left_out_would_bring(
-    work: Work,
+    work: ModelCompiler,
     monkeypatch: pytest.MonkeyPatch,
     unpriced: set[tuple[str, str]],
     time: int,

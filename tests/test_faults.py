@@ -19,11 +19,11 @@ from torch import fx, nn
 
 from autotp.algebra.placement import PARTIAL, Placement
 from autotp.algebra.split import Extent, Segment, Split
-from autotp.compiler import Made, Work
+from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import VerifyError
 from autotp.lower.check import check
 from autotp.planner.analysis import Decision
-from autotp.planner.formulate import Posed
+from autotp.planner.formulate import PlacementProblem
 from autotp.planner.strategy import Strategy
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
@@ -44,25 +44,25 @@ Edit = Callable[[fx.Graph], str]
 
 
 @cache
-def planned(name: str) -> tuple[Work, Posed, Solution]:
+def planned(name: str) -> tuple[ModelCompiler, PlacementProblem, Solution]:
     """One layer of a model, planned with gradients."""
     work = copy.copy(analysed(name, layers=1))
     work.training = True
-    posed = work.posed(TP)
+    posed = work.formulate(TP)
     return work, posed, solve(posed.problem)
 
 
-def made(name: str, solution: Solution | None = None) -> Made:
+def made(name: str, solution: Solution | None = None) -> CompiledVariant:
     work, posed, best = planned(name)
-    return work.made_of(posed, solution or best, TP, "tp")
+    return work.lower(posed, solution or best, TP, "tp")
 
 
 def proved(
-    name: str, one: Made, spoil: Callable[[ShardedModel], None] = lambda model: None
+    name: str, one: CompiledVariant, spoil: Callable[[ShardedModel], None] = lambda model: None
 ) -> Evidence:
     """What the proof finds of all ranks of a plan as they stand."""
     work = planned(name)[0]
-    ranks = [work.built(one, Group("tp", TP, r, torch.device("cpu"))) for r in range(TP)]
+    ranks = [work.build(one, Group("tp", TP, r, torch.device("cpu"))) for r in range(TP)]
     for rank in ranks:
         spoil(rank)
     return prove(
@@ -77,7 +77,7 @@ def proved(
     )
 
 
-def checked(name: str, one: Made, decision: Decision | None = None) -> str:
+def checked(name: str, one: CompiledVariant, decision: Decision | None = None) -> str:
     """What the type check says of a plan's graph; empty if it finds nothing."""
     work, rewritten = planned(name)[0], one.rewritten
     try:

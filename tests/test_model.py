@@ -19,14 +19,16 @@ from autotp.capture.program import Guard
 from autotp.errors import CaptureError, PlanError, WeightsError
 from autotp.lower.outline import outline
 from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
+from autotp.runtime.group.process_group import Group
 from autotp.runtime.layer import Layer
 from autotp.runtime.model import ShardedModel, add_variant
 from autotp.runtime.module_tree import build_tree
 from tests import models
-from tests.hand_made import NoMore
+from tests.hand_made import capture_nothing
 from tests.plans import decoder_plan
 
 CPU = torch.device("cpu")
+ALONE = Group("tp", 1, 0, CPU)
 
 
 def build(
@@ -35,13 +37,20 @@ def build(
     """A "sharded" model of one rank, whose graphs are the captured ones."""
     plan = decoder_plan(1, 1, training)
 
-    class Again(NoMore):
-        def variant(self, sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
-            program = replace(capture(model.train(sharded.training), inputs), guards=guards)
-            add_variant(sharded, sharded.key(**inputs), program, outline(program.graph), plan)
+    def capture_again(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
+        program = replace(capture(model.train(sharded.training), inputs), guards=guards)
+        add_variant(sharded, sharded.key(**inputs), program, outline(program.graph), plan)
 
     tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return build_tree(model, tensors, plan=plan, rank=0, device=CPU, more=Again())
+    return build_tree(
+        model,
+        tensors,
+        plan=plan,
+        group=ALONE,
+        device=CPU,
+        source=model,
+        capture_variant=capture_again,
+    )
 
 
 def hand(**keywords: Any) -> tuple[nn.Module, ShardedModel, torch.Tensor]:
@@ -148,9 +157,10 @@ def test_building_copies_buffers_and_no_parameter() -> None:
             model,
             tensors,
             plan=decoder_plan(1, 1),
-            rank=0,
+            group=ALONE,
             device=CPU,
-            more=NoMore(),
+            source=model,
+            capture_variant=capture_nothing,
         )
 
     assert sum(b.nbytes for b in model.buffers()) == allocations.bytes
@@ -163,9 +173,10 @@ def test_no_storage_is_shared_with_the_model() -> None:
         model,
         {name: p.detach() for name, p in model.named_parameters()},
         plan=decoder_plan(1, 1),
-        rank=0,
+        group=ALONE,
         device=CPU,
-        more=NoMore(),
+        source=model,
+        capture_variant=capture_nothing,
     )
     own = {t.data_ptr() for t in (*tree.parameters(), *tree.buffers())}
 
@@ -176,9 +187,10 @@ def test_a_missing_parameter_and_a_buffer_without_values_are_named() -> None:
     model, _ = models.build("llama")
     keywords: dict[str, Any] = {
         "plan": decoder_plan(1, 1),
-        "rank": 0,
+        "group": ALONE,
         "device": CPU,
-        "more": NoMore(),
+        "source": model,
+        "capture_variant": capture_nothing,
     }
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     del tensors["model.norm.weight"]

@@ -10,9 +10,9 @@ import transformers
 from torch import Tensor, nn
 
 import autotp
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.records.plan import CollectiveRecord, Plan
 from autotp.runtime.model import ShardedModel
 from tests import models
@@ -226,10 +226,12 @@ def images_and_text() -> Built:
 
 
 @pytest.fixture(scope="module")
-def both() -> tuple[Work, Work]:
+def both() -> tuple[ModelCompiler, ModelCompiler]:
     """The text model alone and in another, captured."""
     found = (BUILDERS["llama"](), images_and_text())
-    alone, nested = (Work(m, Options(example_inputs=i, training=True)) for m, i in found)
+    alone, nested = (
+        ModelCompiler(m, read_request(example_inputs=i, training=True)) for m, i in found
+    )
     return alone, nested
 
 
@@ -251,8 +253,10 @@ def moves(collectives: Iterable[CollectiveRecord]) -> Counter[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_text_model_in_one_of_images_keeps_its_plan(tp: int, both: tuple[Work, Work]) -> None:
-    alone, plan = (work.made(tp, "tp").plan for work in both)
+def test_a_text_model_in_one_of_images_keeps_its_plan(
+    tp: int, both: tuple[ModelCompiler, ModelCompiler]
+) -> None:
+    alone, plan = (work.compile(tp, "tp").plan for work in both)
     nested = [c for c in plan.collectives if f"{c.where}.".startswith(TEXT)]
 
     assert "column" == plan.parameters["model.vision_tower.encoder.layers.0.mlp.fc1.weight"].layout

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import autotp
 from autotp.api import dry_run
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.model_source import load, presets_root
 from autotp.records.plan import Plan
 from autotp.solver.iopddl import FORBIDDEN
@@ -35,7 +35,7 @@ DEEP = {"gpt_neox", "t5", "hand"}
 """Looked at with two layers, so that what lies between layers is seen."""
 
 
-def working(name: str, *, training: bool, layers: int = 1) -> Work:
+def working(name: str, *, training: bool, layers: int = 1) -> ModelCompiler:
     work = copy.copy(analysed(name, layers=layers))
     work.training = training
     return work
@@ -49,7 +49,7 @@ def working(name: str, *, training: bool, layers: int = 1) -> Work:
 def test_the_cost_equals_that_of_an_independent_formulation(
     name: str, tp: int, training: bool
 ) -> None:
-    problem = working(name, training=training).posed(tp).problem
+    problem = working(name, training=training).formulate(tp).problem
     found = solve(problem)
 
     assert "elimination" == found.method
@@ -95,13 +95,13 @@ def expected_layers(name: str, layers: int, *, training: bool) -> dict[str, Coun
 @pytest.mark.parametrize("name", names())
 def test_a_layer_runs_one_all_reduce_a_pair(name: str, tp: int, training: bool) -> None:
     layers = 2 if name in DEEP else 1
-    plan = working(name, training=training, layers=layers).made(tp, "tp").plan
+    plan = working(name, training=training, layers=layers).compile(tp, "tp").plan
 
     assert expected_layers(name, layers, training=training) == by_layer(plan)
 
 
 def test_parallel_residuals_share_one_bucket_of_partial_gradients() -> None:
-    plan = working("gpt_neox", training=True, layers=2).made(2, "tp").plan
+    plan = working("gpt_neox", training=True, layers=2).compile(2, "tp").plan
     partial = {n for n, record in plan.parameters.items() if record.gradient_partial}
     outside = Counter(f"{c.phase} {c.kind}" for c in plan.collectives if not layer_of(c.where))
 

@@ -15,11 +15,11 @@ from torch import nn
 
 import autotp
 from autotp.capture.cache import flat
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
-from autotp.options import Options
+from autotp.options import Request, read_request
 from autotp.planner.constraints import as_planned
-from autotp.planner.formulate_phases import PosedPhase, pose_phases
+from autotp.planner.formulate_phases import PlannedPhase, formulate_phases
 from autotp.records.plan import Plan
 from autotp.solver.joint import Phase, Tie, joined, parted
 from autotp.solver.problem import LEVELS, Problem
@@ -47,12 +47,12 @@ def window() -> nn.Module:
     return model
 
 
-def options(**more: Any) -> Options:
-    return Options.of(**{"example_inputs": {"input_ids": ids()}, "new_tokens": WORDS, **more})
+def options(**more: Any) -> Request:
+    return read_request(**{"example_inputs": {"input_ids": ids()}, "new_tokens": WORDS, **more})
 
 
-def posed(work: Work, tp: int) -> list[PosedPhase]:
-    return [PosedPhase(w.analysis, w.posed(tp), w.often) for w in (work, *work.later)]
+def posed(work: ModelCompiler, tp: int) -> list[PlannedPhase]:
+    return [PlannedPhase(w.analysis, w.formulate(tp), w.calls) for w in (work, *work.later)]
 
 
 # ── the joined problem, free of models ───────────────────────────────────────────────────────────
@@ -97,7 +97,7 @@ def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
 
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_highs_finds_the_same_cost_for_both_phases_together(name: str) -> None:
-    _, problem = pose_phases(posed(Work.of(model_of(name), options()), 2))
+    _, problem = formulate_phases(posed(ModelCompiler.of(model_of(name), options()), 2))
 
     found = solve(problem)
 
@@ -108,14 +108,14 @@ def test_highs_finds_the_same_cost_for_both_phases_together(name: str) -> None:
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 4), ("mixtral", 2)])
 def test_together_costs_no_more_than_weights_for_the_prompt_first(name: str, tp: int) -> None:
     model = model_of(name)
-    work = Work.of(model, options())
-    together = work.made(tp, "tp").solution
-    alone = work.posed(tp)
-    first = work.made_of(alone, solve(alone.problem), tp, "tp")
+    work = ModelCompiler.of(model, options())
+    together = work.compile(tp, "tp").solution
+    alone = work.formulate(tp)
+    first = work.lower(alone, solve(alone.problem), tp, "tp")
     (after,) = work.later
-    held = replace(after.options, plan=first.plan)
-    after.options, after.caches = held, first.plan.caches
-    then = after.posed(tp)
+    held = replace(after.request, plan=first.plan)
+    after.request, after.caches = held, first.plan.caches
+    then = after.formulate(tp)
     second = solve(then.problem)
     counted = {v for v, _ in then.parameters.values()}
     again = Phase(then.problem, WORDS, frozenset(counted))
@@ -128,8 +128,8 @@ def test_together_costs_no_more_than_weights_for_the_prompt_first(name: str, tp:
 
 
 def test_weights_and_caches_lie_as_one_in_both_calls() -> None:
-    work = Work.of(model_of("llama", num_key_value_heads=2), options())
-    made = work.made(4, "tp")
+    work = ModelCompiler.of(model_of("llama", num_key_value_heads=2), options())
+    made = work.compile(4, "tp")
     (later,) = made.later
     constraints = as_planned(made.plan, work.later[0].analysis)
 
@@ -218,7 +218,7 @@ def test_generating_needs_no_further_capture() -> None:
 )
 def test_options_that_no_plan_can_have(change: dict[str, Any], told: str) -> None:
     with pytest.raises(PlanError, match=told):
-        Options.of(**change)
+        read_request(**change)
 
 
 def test_a_model_that_generates_nothing_is_refused() -> None:

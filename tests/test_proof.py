@@ -271,7 +271,7 @@ def test_among_exploding_gradients_a_fault_is_found(monkeypatch: pytest.MonkeyPa
     """Three roundings of float32, on one rank, in one weight."""
     model, inputs = exploding()
     captured = Captured(model, inputs)
-    built = captured.work.built
+    built = captured.work.build
 
     def faulty(made: Any, group: Group) -> ShardedModel:
         rank = built(made, group)
@@ -280,7 +280,7 @@ def test_among_exploding_gradients_a_fault_is_found(monkeypatch: pytest.MonkeyPa
                 next(p for name, p in rank.named_parameters() if "up" in name).mul_(1 + 3.6e-7)
         return rank
 
-    monkeypatch.setattr(captured.work, "built", faulty)
+    monkeypatch.setattr(captured.work, "build", faulty)
     found = captured.proof(2).evidence
 
     assert not found.ok

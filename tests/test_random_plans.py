@@ -10,9 +10,9 @@ import pytest
 from autotp.algebra.axis import Forest
 from autotp.algebra.placement import PARTIAL, split
 from autotp.algebra.size import Size
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.oprules.rule import Factor, NodeRule
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.planner.strategy import Facts, strategies
 from tests.models import build, names
 from tests.random_plans import Case, Prepared, made, outcome, outcomes, posed, random_problem
@@ -104,8 +104,8 @@ def test_random_plans_of_sizes_that_the_ranks_do_not_divide(
 ) -> None:
     """Uneven parts and a factored group, through conversions that no cheap plan would choose."""
     model, inputs = build(name, num_hidden_layers=1, **sizes)
-    work = Work(model, Options(example_inputs=inputs, training=True))
-    ready = Prepared(model, inputs, work, work.posed(tp, everything=True))
+    work = ModelCompiler(model, read_request(example_inputs=inputs, training=True))
+    ready = Prepared(model, inputs, work, work.formulate(tp, everything=True))
     found = [outcome(ready, Case(name, tp, True, seed)) for seed in (7000, 7001, 7002)]
 
     assert [] == [str(one) for one in found if not one.ok]

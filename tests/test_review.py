@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.compiler import Work
-from autotp.options import Options
+from autotp.compiler import ModelCompiler
+from autotp.options import read_request
 from tests.random_plans import Case, outcome, prepared
 
 
@@ -96,7 +96,7 @@ def made(run: Run) -> tuple[Block, dict[str, Tensor]]:
 @pytest.mark.parametrize("run", RUNS)
 def test_random_plans_of_a_reviewed_model_equal_it(run: Run) -> None:
     model, inputs = made(run)
-    work = Work(model, Options(example_inputs=inputs, training=False))
+    work = ModelCompiler(model, read_request(example_inputs=inputs, training=False))
     found = [
         outcome(prepared(work, 2, training=training), Case(run.__name__, 2, training, seed))
         for training in (True, False)
@@ -143,7 +143,9 @@ def test_collectives_of_gradients_that_nobody_wants_are_not_counted(
     kind: type[Block], run: Run
 ) -> None:
     torch.manual_seed(0)
-    work = Work(kind(run), Options(example_inputs={"x": torch.randn(2, 5, 16)}, training=True))
+    work = ModelCompiler(
+        kind(run), read_request(example_inputs={"x": torch.randn(2, 5, 16)}, training=True)
+    )
     problem = prepared(work, 2, training=True)
     found = [outcome(problem, Case(run.__name__, 2, True, seed)) for seed in range(8)]
 

@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 
 import autotp
 from autotp.capture.program import Program
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
-from autotp.options import Options
+from autotp.options import Request, read_request
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.replication import distinct, much_whole, starred
 from autotp.report.plan import text
@@ -45,7 +45,7 @@ def places(program: Program) -> set[tuple[str, str]]:
     return {(str(n.target), path(n) or n.name) for n in calls}
 
 
-def doubts(record: ParameterRecord, work: Work, at: set[tuple[str, str]]) -> Iterator[str]:
+def doubts(record: ParameterRecord, work: ModelCompiler, at: set[tuple[str, str]]) -> Iterator[str]:
     """What a reason claims that is not so."""
     read = {str(n.target) for n in work.program.graph.nodes if n.op == "get_attr" and n.users}
     named = re.findall(r"([a-z]\w+\.\w+\.\w+) at (\S+)", record.reason)
@@ -64,8 +64,8 @@ def doubts(record: ParameterRecord, work: Work, at: set[tuple[str, str]]) -> Ite
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     task, model_type = kind.split("/")
-    work = Work(*_model(task, model_type))
-    plan = work.made(4, "tp").plan
+    work = ModelCompiler(*_model(task, model_type))
+    plan = work.compile(4, "tp").plan
     total = sum(r.bytes for r in plan.parameters.values())
     large = {h.pattern for h in distinct(plan.parameters) if h.bytes > total / 1000}
     whole = [r for r in plan.parameters.values() if r.whole_bytes and starred(r.name) in large]
@@ -78,9 +78,9 @@ def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     assert [] == [r.reason for r in whole if numberless(r.reason) not in printed]
 
 
-def _model(task: str, model_type: str) -> tuple[nn.Module, Options, dict[str, Tensor]]:
+def _model(task: str, model_type: str) -> tuple[nn.Module, Request, dict[str, Tensor]]:
     model, inputs = zoo.build(model_type, task)
-    return model, Options(training=True), inputs
+    return model, read_request(training=True), inputs
 
 
 def numberless(line: str) -> str:

@@ -15,8 +15,8 @@ A placement says what each rank holds of a value *and* of its gradient:
 Without gradients R~ equals R, and S~ equals S. A placement names dim *and* axis: a `[hidden,
 hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. What is cut
 may be more than one axis: `axis` is a `algebra.partition.Partition` as text, nearly always of one.
-Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value keeps
-its full size.
+Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value
+keeps its full size.
 """
 
 from dataclasses import dataclass

@@ -26,10 +26,10 @@ from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, Use, gradients_return
 
-__all__ = ["analyse"]
+__all__ = ["propagate"]
 
 
-def analyse(
+def propagate(
     program: Program,
     parameters: Sequence[str],
     rulebook: Rulebook,

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from autotp.cli.random_weights import randomise
-from autotp.compiler import Work
-from autotp.options import Options
+from autotp.compiler import ModelCompiler
+from autotp.options import read_request
 from autotp.runtime.group.process_group import Group
 from autotp.verification.simulate import simulate
 from tests.models import build
@@ -83,8 +83,8 @@ def measured(
     inputs = {"input_ids": words(given["input_ids"].shape[0], 64)}
     model = model.to(dtype)
     asked = {"example_inputs": inputs, "training": False}
-    work = Work.of(model, Options.of(reduce_dtype=reduce_dtype, **asked))
-    made = {tp: work.made(tp, "tp") for tp in sizes if tp > 1}
+    work = ModelCompiler.of(model, read_request(reduce_dtype=reduce_dtype, **asked))
+    made = {tp: work.compile(tp, "tp") for tp in sizes if tp > 1}
     errors: dict[int, list[Tensor]] = {tp: [] for tp in sizes}
     for seed in range(seeds):
         randomise(model, seed)
@@ -94,7 +94,7 @@ def measured(
                 found = model(**inputs).logits
             else:
                 groups = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
-                ranks = [work.built(made[tp], group) for group in groups]
+                ranks = [work.build(made[tp], group) for group in groups]
                 found = simulate(ranks, inputs).outputs[0].logits
             errors[tp].append(distances(found, exact))
     return {tp: statistics.median(torch.cat(all_).tolist()) for tp, all_ in errors.items()}

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from autotp.capture.program import Program
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, Use
-from autotp.planner.propagate import analyse
+from autotp.planner.propagate import propagate
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def _case(
         training=True,
     )
     parameters = [name for name in tensors if name not in program.inputs]
-    return Case(program, tensors, analyse(program, parameters, rules))
+    return Case(program, tensors, propagate(program, parameters, rules))
 
 
 def overload(op: str) -> Any:

@@ -21,7 +21,7 @@ from autotp.verification.rules.laws import strategies_of, violations
 from autotp.verification.rules.samples import SAMPLES
 from autotp.verification.rules.written import sample_of
 
-__all__ = ["check"]
+__all__ = ["check", "require_valid_rules"]
 
 _GROUPS = (2, 3)
 _REFUSED = (RuntimeError, ValueError, TypeError, IndexError)
@@ -36,6 +36,25 @@ def check(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[Verdict
     for op, row in sorted(rules.rows.items()):
         if fnmatchcase(op, ops):
             yield _checked(op, row, rules, Random(f"{op} {seed}"))
+
+
+_VERIFIED: set[tuple[str, ...]] = set()
+"""The files of rules that were found right in this process."""
+
+
+def require_valid_rules(rules: Rulebook) -> None:
+    """Raise RuleError if a row of the user's own files is wrong, or cannot be tested."""
+    if rules.extensions in _VERIFIED:
+        return
+    for op in sorted(rules.extended):
+        row = rules.rows[op]
+        verdict = _checked(op, row, rules, Random(f"{op} 0"))
+        if verdict.verdict != "right":
+            raise RuleError(
+                f"{row.source}: the rule of {op} ({verdict.rule}) is {verdict.verdict}: "
+                f"{verdict.reason}"
+            )
+    _VERIFIED.add(rules.extensions)
 
 
 def _checked(op: str, row: Row, rules: Rulebook, random: Random) -> Verdict:

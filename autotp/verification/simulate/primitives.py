@@ -1,8 +1,8 @@
 """What each primitive of the conversion table does to all ranks' tensors at once.
 
 `runtime.ops.primitives` says what one process does, with real collectives; here is the same table
-without processes: a primitive is a function of n tensors that gives n tensors. It trusts nothing: ranks
-that bring different tensors to a collective are an error.
+without processes: a primitive is a function of n tensors that gives n tensors. It trusts nothing:
+ranks that bring different tensors to a collective are an error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
