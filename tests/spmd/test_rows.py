@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.test_experts import Sorted, drawn, tokens
 from torch import Tensor
 
 import autotp
@@ -20,7 +21,6 @@ from tests.spmd.beside import differences, joined_over
 from tests.spmd.placed import part, whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally
-from tests.test_experts import Sorted, drawn, tokens
 
 Pools = Callable[[int], Pool]
 
