@@ -21,7 +21,7 @@ from autotp.records.evidence import Evidence
 from autotp.report.plan import text
 from tests.plans import decoder_plan
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLAN = decoder_plan(layers=2, tp=2)
 EVIDENCE = Evidence(
     ok=True,

@@ -10,7 +10,7 @@ from autotp.cost.collectives import dtype_bytes, memory_bytes, time_ps, wire_byt
 from autotp.cost.machine import Link, Machine, load_machine
 from autotp.errors import PlanError
 
-H100 = load_machine("h100", Path(__file__).parents[1] / "rules")
+H100 = load_machine("h100", Path(__file__).parents[2] / "rules")
 PAYLOAD = 4096 * 2048 * 2  # hidden 4096, sequence 2048, batch 1, bfloat16
 KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 

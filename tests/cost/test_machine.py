@@ -7,7 +7,7 @@ import pytest
 from autotp.cost.machine import Machine, load_machine, machine_names
 from autotp.errors import PlanError
 
-RULES = Path(__file__).parents[1] / "rules"
+RULES = Path(__file__).parents[2] / "rules"
 GOOD = (RULES / "machines" / "h100.toml").read_text()
 
 

@@ -116,7 +116,7 @@ def test_a_role_looks_for_ops_that_have_rows() -> None:
 
 
 def test_the_page_on_rules_explains_every_key_rule_and_form() -> None:
-    page = (Path(__file__).parents[1] / "rules" / "README.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "rules" / "README.md").read_text(encoding="utf-8")
     words = {*_KEYS, *RULES, *FORMS} - {""}
 
     assert [] == sorted(word for word in words if f"`{word}`" not in page)

@@ -21,7 +21,7 @@ from tests.models import build
 from tests.proven import Captured, proven
 from tests.spmd.beside import joined_over
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 CASES = {
     # head counts and divisibility
@@ -36,47 +36,47 @@ CASES = {
     "C012": "test_any_tp: test_a_fused_weight_in_four_blocks",
     # fused and packed weights
     "C013": "test_any_tp: test_heads_are_shared_in_whole_units",
-    "C014": "test_cases: test_layouts_of_one_attention_are_each_cut_right",
+    "C014": "test_fused: test_layouts_of_one_attention_are_each_cut_right",
     "C015": "test_any_tp: test_fused_layouts_are_told_by_dataflow",
-    "C018": "test_cases: test_what_an_override_keeps_whole_keeps_its_sizes",
+    "C018": "test_fused: test_what_an_override_keeps_whole_keeps_its_sizes",
     "C019": "test_any_tp: test_fused_layouts_are_told_by_dataflow",
-    "C021": "test_cases: test_an_intermediate_is_gathered_in_the_order_of_the_whole",
-    "C022": "test_cases: test_segments_come_back_in_the_order_of_the_whole",
+    "C021": "test_fused: test_an_intermediate_is_gathered_in_the_order_of_the_whole",
+    "C022": "test_fused: test_segments_come_back_in_the_order_of_the_whole",
     "C024": "test_any_tp: test_attention_and_mlp_in_one_projection_are_both_cut",
-    "C025": "test_cases: test_segments_that_are_cut_behind_a_convolution",
+    "C025": "test_fused: test_segments_that_are_cut_behind_a_convolution",
     # plans that were not applied
     "C027": "test_representatives: test_a_kind_is_right_and_nearly_all_cut",
-    "C028": "test_cases: test_layers_of_two_kinds_are_both_cut",
+    "C028": "test_fused: test_layers_of_two_kinds_are_both_cut",
     "C030": "test_names: test_a_text_model_in_one_of_images_keeps_its_plan",
     "C033": "test_names: test_random_names_change_nothing_in_the_plan",
-    "C034": "test_cases: test_what_is_sharded_says_so",
-    "C036": "test_cases: test_every_weight_has_its_layout_in_the_plan",
+    "C034": "test_fused: test_what_is_sharded_says_so",
+    "C036": "test_fused: test_every_weight_has_its_layout_in_the_plan",
     "C037": "test_names: test_a_text_model_in_one_of_images_keeps_its_plan",
     # vocabulary, embeddings, tying
-    "C039": "test_cases: test_plans_in_a_configuration_are_not_read",
-    "C040": "test_cases: test_a_weight_of_several_products_has_one_layout",
+    "C039": "test_fused: test_plans_in_a_configuration_are_not_read",
+    "C040": "test_fused: test_a_weight_of_several_products_has_one_layout",
     "C042": "test_any_tp: test_an_odd_vocabulary_is_cut_over_any_tp",
-    "C043": "test_cases: test_a_tied_model_keeps_its_keys",
-    "C045": "test_cases: test_a_file_without_the_head_gives_the_tied_one",
-    "C046": "test_cases: test_a_table_of_all_layers_is_cut",
+    "C043": "test_fused: test_a_tied_model_keeps_its_keys",
+    "C045": "test_fused: test_a_file_without_the_head_gives_the_tied_one",
+    "C046": "test_fused: test_a_table_of_all_layers_is_cut",
     # position bias, norms over heads, unusual attention
     "C055": "test_representatives: test_a_kind_is_right_and_nearly_all_cut",
     "C057": "test_representatives: test_a_kind_is_right_and_nearly_all_cut",
-    "C058": "test_cases: test_a_class_that_nobody_knows_is_cut",
-    "C059": "test_cases: test_a_norm_over_all_heads_costs_one_small_sum",
+    "C058": "test_fused: test_a_class_that_nobody_knows_is_cut",
+    "C059": "test_fused: test_a_norm_over_all_heads_costs_one_small_sum",
     "C060": "test_representatives: test_a_kind_is_right_and_nearly_all_cut",
     "C061": "test_any_tp: test_too_few_heads_stay_whole_alone_and_the_plan_says_which_tp_would_do",
     # capture
-    "C096": "test_cases: test_random_views_of_a_cut_value",
-    "C097": "test_cases: test_patches_of_video_and_images",
-    "C100": "test_cases: test_parallel_and_sequential_blocks_are_told_apart",
-    "C102": "test_cases: test_a_class_that_nobody_knows_is_cut",
+    "C096": "test_fused: test_random_views_of_a_cut_value",
+    "C097": "test_fused: test_patches_of_video_and_images",
+    "C100": "test_fused: test_parallel_and_sequential_blocks_are_told_apart",
+    "C102": "test_fused: test_a_class_that_nobody_knows_is_cut",
     # versions and messages
-    "C103": "test_cases: test_no_version_is_compared",
-    "C105": "test_cases: test_attributes_that_a_library_removed_are_not_asked_for",
-    "C106": "test_cases: test_no_class_is_refused",
-    "C108": "test_cases: test_what_does_not_work_yet_is_refused_before_anything_runs",
-    "C109": "test_cases: test_the_plan_says_which_ranks_share_what",
+    "C103": "test_fused: test_no_version_is_compared",
+    "C105": "test_fused: test_attributes_that_a_library_removed_are_not_asked_for",
+    "C106": "test_fused: test_no_class_is_refused",
+    "C108": "test_fused: test_what_does_not_work_yet_is_refused_before_anything_runs",
+    "C109": "test_fused: test_the_plan_says_which_ranks_share_what",
 }
 NUMBERS = {
     "head counts": (0, 1, 2, 4, 5, 7, 9, 10, 12),
@@ -91,7 +91,7 @@ NUMBERS = {
 
 def test_every_case_has_its_test() -> None:
     named = {(test.partition(": ")[0], test.partition(": ")[2]) for test in CASES.values()}
-    files = {file: ast.parse((TESTS / f"{file}.py").read_text()) for file, _ in named}
+    files = {file: ast.parse(next(TESTS.rglob(f"{file}.py")).read_text()) for file, _ in named}
     known = {
         (file, node.name)
         for file, tree in files.items()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.test_any_tp import proven
 from torch import Tensor, nn
 
 import autotp
 from tests.models import randomize
+from tests.planner.test_any_tp import proven
 
 
 class Tables(nn.Module):

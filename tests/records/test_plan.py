@@ -16,7 +16,7 @@ from autotp.records.plan import Plan
 from tests.plans import decoder_plan
 
 PLAN = decoder_plan(layers=2, tp=4)
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FIRST = "model.embed_tokens.weight"
 
 

@@ -33,7 +33,7 @@ from autotp.options import Options
 from autotp.planner.formulate import decide
 from autotp.solver.solve import solve
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 KINDS = {"", "toml", "python", "text", "sh", "console"}

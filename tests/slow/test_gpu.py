@@ -11,7 +11,7 @@ import torch
 
 from tests.gpu.run import CHECKS, outcome
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(300)

@@ -1,6 +1,6 @@
 """Models of words and images, and of sound, equal the whole model when cut.
 
-That a text model in one of images keeps its plan is in test_names.py.
+That a text model in one of images keeps its plan is in tests/regressions/test_names.py.
 """
 
 import functools

@@ -275,14 +275,14 @@ def test_repeated_layers_make_the_order_no_wider_than_networkx_does() -> None:
     assert solve(problem).width <= theirs
 
 
-CHILD = "from tests.test_solve import *; print(solve(large_problem(9)), end='')"
+CHILD = "from tests.solver.test_solve import *; print(solve(large_problem(9)), end='')"
 
 
 def test_solution_is_the_same_in_every_process_under_any_hash_seed() -> None:
     printed = {
         subprocess.run(
             [sys.executable, "-c", CHILD],
-            cwd=Path(__file__).parent.parent,
+            cwd=Path(__file__).parents[2],
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,

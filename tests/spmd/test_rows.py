@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.test_experts import Sorted, drawn, tokens
 from torch import Tensor
 
 import autotp
@@ -17,6 +16,7 @@ from autotp.cost.conversions import COLLECTIVES
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
 from autotp.verification.simulate.collectives import JOINT
+from tests.planner.test_experts import Sorted, drawn, tokens
 from tests.spmd.beside import differences, joined_over
 from tests.spmd.placed import part, whole
 from tests.spmd.pool import Pool
