@@ -35,7 +35,7 @@ def hashes() -> dict[str, str]:
 
 def started(seed: str) -> "subprocess.Popen[str]":
     """A fresh process that prints the hashes of all plans."""
-    code = "import json; from tests.regressions import test_determinism as m\nprint(json.dumps(m.hashes()))"
+    code = "import json, tests.regressions.test_determinism as m; print(json.dumps(m.hashes()))"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
