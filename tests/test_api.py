@@ -1,4 +1,7 @@
-"""Models as they are given: without values, in training mode, of a class that no library knows."""
+"""The public interface on models as they are: without values, training, of an unknown class.
+
+C numbers are those of faults that users of tensor-parallel tools reported.
+"""
 
 from typing import Any
 
@@ -10,8 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 import autotp
-from autotp.capture.source_model import skeleton
 from autotp.errors import WeightsError
+from tests import models
 from tests.models import build, randomize
 
 ONE = {"num_hidden_layers": 1}
@@ -30,23 +33,6 @@ def test_a_model_without_values_is_planned_and_shaped_but_not_verified() -> None
     }
     with pytest.raises(WeightsError, match=r"embed_tokens\.weight .* has no values .* Load the"):
         autotp.verify(model, 3, example_inputs=inputs)
-
-
-def test_a_model_without_values_is_given_none_to_be_planned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made: list[torch.Size] = []
-    zeros = torch.zeros_like
-    monkeypatch.setattr(
-        torch, "zeros_like", lambda x, **how: made.append(x.shape) or zeros(x, **how)
-    )
-    with torch.device("meta"):
-        model = nn.Linear(4, 8)
-        model.held = torch.ones(3)
-    copy = skeleton(model)
-
-    assert [torch.Size([3])] == made
-    assert {0} == {p.untyped_storage().nbytes() for p in copy.parameters()}
 
 
 def test_a_model_in_training_mode_is_planned_for_training_and_right() -> None:
@@ -127,3 +113,32 @@ def test_a_class_outside_the_library_is_cut_and_right(tp: int) -> None:
         layouts[f"{n}.weight"] for n in ("spread", "close", "mix", "shut", "score")
     ]
     assert 0.05 > plan.replicated_fraction
+
+
+def test_what_is_sharded_says_so() -> None:
+    """Models ran unsharded, and nothing said so (C034)."""
+    model, inputs = build(models.HAND)
+    sharded = autotp.parallelize(model, 2, rank=1, example_inputs=inputs)
+    held = dict(sharded.named_parameters())
+
+    assert (2, 1) == (sharded.plan.tp, sharded.rank)
+    assert "tensor-parallel over 2 ranks" in str(sharded.plan)
+    assert {n: p.shards[1].shape for n, p in sharded.plan.parameters.items()} == {
+        n: tuple(p.shape) for n, p in held.items()
+    }
+
+
+def test_every_weight_has_its_layout_in_the_plan() -> None:
+    """Weights without a rule were left out in silence (C036)."""
+    model, inputs = build(models.HAND)
+    plan = autotp.plan(model, 2, example_inputs=inputs)
+    printed = " ".join(str(plan).split())
+    whole = sum(p.bytes for p in plan.parameters.values())
+    large = {n: p for n, p in plan.parameters.items() if p.bytes > 0.01 * whole}
+
+    assert [n for n, _ in model.named_parameters()] == list(plan.parameters)
+    assert len(large) > 12
+    for name, record in large.items():
+        word = name.removesuffix(".weight").rpartition(".")[2]
+        assert record.layout in ("column", "row", "vocabulary")
+        assert word in printed, word

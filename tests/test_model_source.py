@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -187,3 +188,11 @@ def test_drawing_leaves_shapes_and_dtypes(tmp_path: Path) -> None:
     model = nn.Linear(3, 5, dtype=torch.bfloat16)
 
     assert (torch.bfloat16, (5, 3)) == (randomise(model, 0).weight.dtype, tuple(model.weight.shape))
+
+
+def test_a_factory_gives_a_module_or_a_pair(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "three.py").write_text("def made():\n    return 1, 2, 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with pytest.raises(PlanError, match="the factory returned 3 values"):
+        load("three:made")

@@ -10,16 +10,16 @@ from torch.nn import functional
 import autotp
 from autotp.errors import CaptureError
 from autotp.records.evidence import Evidence
+from tests.toys import MLP, vectors
 
 WIDTH, INNER = 16, 24
 
 
-class Written(nn.Module):
+class Written(MLP):
     """Two layers, and between them a function that writes to memory."""
 
     def __init__(self, write: Callable[["Written", Tensor], Tensor]) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        super().__init__(WIDTH, INNER)
         self.other, self.write = nn.Linear(WIDTH, INNER), write
         self.norm = nn.BatchNorm1d(INNER)
         self.register_buffer("seen", torch.zeros(INNER))
@@ -172,3 +172,20 @@ def test_statistics_that_are_only_read_are_no_hindrance() -> None:
     evidence = proven(normalised, mode=False)
 
     assert evidence.ok, evidence
+
+
+class Mapped(MLP):
+    """Counts with vmap, as masks are made, and writes in place."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1])
+        seen = torch.vmap(lambda i: torch.vmap(lambda j: i >= j)(places))(places)
+        x = x.clone()
+        x[:, 0] = 0
+        return x * seen.sum(-1, keepdim=True)
+
+
+def test_a_value_inside_vmap_is_no_obstacle_to_writing_in_place() -> None:
+    evidence = autotp.verify(Mapped(), 2, example_inputs=vectors(2, 6, 16), training=True)
+
+    assert evidence.ok, evidence.first_divergence

@@ -11,7 +11,7 @@ import autotp
 from autotp.capture.capture import capture
 from autotp.errors import CaptureError
 from tests import models
-from tests.bounded import Bounded
+from tests.toys import MLP, Bounded, batch
 
 
 class Plain:
@@ -100,12 +100,8 @@ def test_vmap_is_captured() -> None:
     assert torch.equal(model(x), models.run_program(model, program, {"x": x}))
 
 
-class Fresh(nn.Module):
+class Fresh(MLP):
     """It joins its keys to a cache that is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.tensor([], dtype=x.dtype, device=x.device)
@@ -113,7 +109,16 @@ class Fresh(nn.Module):
 
 
 def test_an_empty_cache_adds_nothing() -> None:
-    plan = autotp.plan(Fresh().eval(), tp=2, example_inputs={"x": torch.randn(2, 6, 64)})
+    plan = autotp.plan(Fresh(64, 256).eval(), tp=2, example_inputs={"x": torch.randn(2, 6, 64)})
 
     assert {"mlp"} == {pair.role for pair in plan.pairs if pair.split}
     assert () == plan.unruled
+
+
+def test_what_a_call_left_on_a_module_is_no_hindrance() -> None:
+    model, inputs = MLP(24, 48), {"x": batch()}
+    vars(model)["last"] = [model(**inputs)]
+    evidence = autotp.verify(model, 2, example_inputs=inputs, training=True)
+
+    assert model.last[0].requires_grad
+    assert evidence.ok

@@ -1,4 +1,4 @@
-"""Nothing is silently whole: what every rank holds is counted right, and told with its cause."""
+"""What is replicated on every rank is counted right, and reported with its cause."""
 
 import re
 import warnings
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional
 
 import autotp
 from autotp.capture.program import Program
@@ -17,6 +18,8 @@ from autotp.records.plan import ParameterRecord, Plan
 from autotp.records.replication import distinct, much_whole, starred
 from autotp.report.plan import text
 from tests import zoo
+from tests.proven import proven
+from tests.toys import MLP, vectors
 
 KINDS = [
     "causal-lm/opt",
@@ -87,13 +90,12 @@ def numberless(line: str) -> str:
     return re.sub(r"(?<=\.)\d+(?!\w)", "*", " ".join(line.split()))
 
 
-class Odd(nn.Module):
+class Odd(MLP):
     """A head tied to a table, a layer that no forward uses, one whose width no group divides."""
 
     def __init__(self, unused: int) -> None:
-        super().__init__()
+        super().__init__(32, 48, torch.relu)
         self.table = nn.Embedding(64, 32)
-        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
         self.unused = nn.Linear(unused, unused, bias=False)
         self.odd, self.back = nn.Linear(32, 3), nn.Linear(3, 32)
         self.norm = nn.LayerNorm(32)
@@ -102,7 +104,7 @@ class Odd(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.table(ids)
-        x = self.norm(x + self.down(torch.relu(self.up(x))))
+        x = self.norm(x + self.body(x))
         x = self.norm(x + self.back(torch.relu(self.odd(x))))
         return self.head(x)
 
@@ -194,34 +196,59 @@ def test_one_rank_is_not_warned(recwarn: pytest.WarningsRecorder) -> None:
     assert [] == recwarn.list
 
 
-class Indexed(nn.Module):
-    """Two low ranks that open one pair; one of them is also scored, without gradients."""
+class Joined(nn.Module):
+    """One product of two streams beside each other, with a bias that is added by hand."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.low, self.other = nn.Linear(32, 12), nn.Linear(32, 12)
-        self.norm, self.norm_other = nn.LayerNorm(12), nn.LayerNorm(12)
-        self.up, self.gate, self.down = nn.Linear(12, 64), nn.Linear(12, 64), nn.Linear(64, 32)
-        self.index, self.last = nn.Linear(12, 8), nn.LayerNorm(32)
+        self.one, self.two, self.out = nn.Linear(8, 16), nn.Linear(8, 4), nn.Linear(20, 8)
+        self.bias = nn.Parameter(torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        low, other = self.norm(self.low(x)), self.norm_other(self.other(x))
-        with torch.no_grad():
-            best = self.index(low).argmax(-1, keepdim=True)
-        return self.last(x + self.down(torch.relu(self.up(low)) * self.gate(other)) * best)
+        one, two = self.one(x).cumsum(-2), functional.gelu(self.two(x))
+        return functional.linear(torch.cat([one, two], -1), self.out.weight) + self.bias
 
 
-def test_a_reader_without_gradients_takes_what_splitting_readers_take() -> None:
+def test_what_stays_whole_is_told_the_right_reason() -> None:
+    plan = autotp.plan(Joined(), 8, example_inputs={"x": torch.randn(2, 5, 8)}, training=True)
+    reason = plan.parameters["out.weight"].reason
+
+    assert "along dim 1 (16): aten.linear.default at linear_2 (test_replicated.py:" in reason
+    assert "sums over it beside pieces that are not cut with it" in reason
+    assert "norm" != plan.parameters["bias"].layout
+
+
+def test_no_class_is_refused() -> None:
+    """Sorted channels cannot be cut: they stay whole, and the plan says what and why (C106)."""
     torch.manual_seed(0)
-    inputs = {"x": torch.randn(2, 6, 32)}
-    evidence = autotp.verify(Indexed(), 2, training=True, example_inputs=inputs)
+    plan = proven(MLP(16, 24, lambda x: x.sort(-1).values), vectors(2, 5, 16), 2)
+    whole = {n: p.reason for n, p in plan.parameters.items() if p.dim is None}
 
-    assert evidence.ok
-    # one gather, of what both low ranks and the residual read; none of the norm's result
-    assert {
-        "forward all_reduce": 1,
-        "forward all_gather": 1,
-        "backward all_reduce": 1,
-    } == evidence.collectives_seen
+    assert "up.weight" in whole
+    assert all(whole.values())
+    assert "up.weight" in str(plan)
+
+
+class Tower(nn.Module):
+    """Words, and a tower for images that words alone do not climb."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(64, 32), nn.Linear(32, 64, bias=False)
+        self.tower = nn.Linear(32, 128, bias=False)
+
+    def forward(self, ids: Tensor, images: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        return self.head(x if images is None else x + self.tower(images).sum())
+
+
+def test_what_the_inputs_do_not_use_is_told_apart_from_what_stays_whole() -> None:
+    model, ids = Tower(), torch.randint(0, 64, (2, 12))
+    plan = autotp.plan(model, 2, example_inputs={"ids": ids})
+    both = autotp.plan(model, 2, example_inputs={"ids": ids, "images": torch.randn(2, 32)})
+
+    assert 0.5 == plan.unused_fraction == plan.replicated_fraction
+    assert "50 % of the parameter bytes are in parameters that these" in plan.warnings[1]
+    assert "50.0 % of the parameters whole, 50.0 % unused" in str(plan)
+    assert 0 == both.unused_fraction
+    assert "unused" not in str(both)

@@ -137,6 +137,7 @@ def test_a_view_cannot_hide_a_child() -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_names_change_nothing_in_the_plan(name: str) -> None:
+    """Users of other tools reported plans that went by the names of modules (C002, C033)."""
     model, inputs = BUILDERS[name]()
     before = [n for n, _ in model.named_parameters()]
     old = rename(model, seed=1)
@@ -252,6 +253,7 @@ def moves(collectives: Iterable[CollectiveRecord]) -> Counter[tuple[str, ...]]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_text_model_in_one_of_images_keeps_its_plan(tp: int, both: tuple[Work, Work]) -> None:
+    """A model that wraps another hid the plan of tools that go by names (C030, C037)."""
     alone, plan = (work.made(tp, "tp").plan for work in both)
     nested = [c for c in plan.collectives if f"{c.where}.".startswith(TEXT)]
 

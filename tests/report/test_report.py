@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
-from torch import nn
 from transformers import ViTConfig, ViTModel
 
 import autotp
@@ -16,6 +15,7 @@ from autotp.report.plan import text
 from autotp.report.units import bytes_text, share_text, time_text
 from tests.models import build
 from tests.plans import decoder_plan, parameter
+from tests.toys import MLP
 
 PLAN = decoder_plan()
 WIDTHS = [80, 100, 160]
@@ -323,15 +323,11 @@ def test_a_bias_of_a_product_that_stays_whole_is_none_of_a_row_parallel_layer() 
     ) == re.sub(r"py:\d+", "py:…", record.reason)
 
 
-class Fixed(nn.Module):
+class Fixed(MLP):
     """Its own code takes one length only."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x))).view(x.shape[0], 12, 16)
+        return self.body(x).view(x.shape[0], 12, 16)
 
 
 def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> None:
@@ -341,3 +337,11 @@ def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> 
     assert plan.warnings[0].startswith(
         "the graph holds for these sizes only: sequence 12; other sizes are captured when they come"
     )
+
+
+def test_the_plan_says_which_ranks_share_what() -> None:
+    """Groups of ranks were called by numbers alone (C109)."""
+    model, inputs = build("llama", num_hidden_layers=1, num_key_value_heads=2)
+    plan = autotp.plan(model, 4, example_inputs=inputs, training=True)
+
+    assert "tp is ranks 0 to 3; tp/2:1 is 0+1, 2+3" in " ".join(str(plan).split())

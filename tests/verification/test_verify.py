@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+import autotp
 from autotp.algebra.split import Split, block
 from autotp.api import verify
 from autotp.errors import VerifyError
@@ -25,6 +26,7 @@ from autotp.verification.measure import loss_of, named_tensors
 from tests.hand_made import ATEN, OURS, TP, Case, Edit, HandMade, Shards, case
 from tests.models import build
 from tests.proven import Captured
+from tests.toys import MLP, batch
 
 
 def proved(one: Case, *, gradients: bool = True, dtype: torch.dtype = torch.float32) -> Evidence:
@@ -455,3 +457,24 @@ def test_the_projection_is_the_same_in_both_precisions() -> None:
 def test_outputs_without_gradients_are_refused() -> None:
     with pytest.raises(VerifyError, match="none of its 1 tensors"):
         loss_of({"y": torch.ones(2)}, 0)
+
+
+class Moody(MLP):
+    """Computes otherwise when it is captured than when it is called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        type(self).calls += 1
+        return self.body(x) * (2 if self.calls > 1 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_wrong_capture_is_told_whatever_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    Moody.calls = 0
+    evidence = autotp.verify(
+        Moody(24, 48).to(dtype).eval(), 2, example_inputs={"x": batch().to(dtype)}
+    )
+
+    assert not evidence.ok
+    assert autotp.verify(MLP(24, 48).to(dtype), 2, example_inputs={"x": batch().to(dtype)}).ok
