@@ -129,7 +129,7 @@ def test_what_is_sharded_says_so() -> None:
 
 
 def test_every_weight_has_its_layout_in_the_plan() -> None:
-    """Weights without a rule were left out in silence (C036)."""
+    """Plans told of some layers alone (C036)."""
     model, inputs = build(models.HAND)
     plan = autotp.plan(model, 2, example_inputs=inputs)
     printed = " ".join(str(plan).split())

@@ -1,4 +1,4 @@
-"""Functions whose backward is written by hand: kept as they are or refused, never differentiated."""
+"""Functions whose backward is written by hand: kept or refused, never differentiated."""
 
 from typing import Any, cast
 

@@ -32,7 +32,7 @@ def pair_of(plan: Plan, role: str) -> Pair:
 def test_heads_are_shared_in_whole_units(
     name: str, tp: int, sizes: dict[str, int], local: tuple[int, ...]
 ) -> None:
-    """Tools refused these, or ran with wrong shapes (C000, C005, C013)."""
+    """Such heads were refused, failed in a reshape, or gave wrong numbers (C000, C005, C013)."""
     heads = sizes.get("num_attention_heads", 8)
     model, inputs = build(name, **ONE | {"hidden_size": 8 * heads} | sizes)
     plan = proven(model, inputs, tp)
@@ -45,7 +45,7 @@ def test_heads_are_shared_in_whole_units(
 
 
 def test_copies_of_key_value_heads_are_summed_among_those_that_hold_them() -> None:
-    """Their gradients were not, or over all ranks (C001)."""
+    """Training failed where ranks share key-value heads (C001)."""
     model, inputs = build("llama", **ONE, num_key_value_heads=2)
     plan = autotp.plan(model, 4, example_inputs=inputs, training=True)
     shards = plan.parameters["model.layers.0.self_attn.k_proj.weight"].shards
@@ -58,7 +58,7 @@ def test_copies_of_key_value_heads_are_summed_among_those_that_hold_them() -> No
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_odd_head_counts_are_cut(tp: int) -> None:
-    """The number of ranks had to divide that of heads (C007, C009)."""
+    """Such head counts crashed (C007, C009)."""
     model, inputs = build("gpt2", n_layer=1, n_head=5, n_embd=40)
 
     assert sorted(pair_of(proven(model, inputs, tp), "attention").local_sizes) in (
@@ -68,7 +68,7 @@ def test_odd_head_counts_are_cut(tp: int) -> None:
 
 
 def test_too_few_heads_stay_whole_alone_and_the_plan_says_which_tp_would_do() -> None:
-    """The whole model was refused (C004, C061)."""
+    """Too few heads failed in a reshape, or broke the whole model (C004, C061)."""
     sizes = ONE | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}
     model, inputs = build("llama", **sizes)
     plan = proven(model, inputs, 8)
@@ -89,7 +89,7 @@ def test_heads_that_a_factored_group_would_share_are_not_called_too_few() -> Non
 
 
 def test_an_override_that_forces_such_a_split_is_told_the_legal_sizes() -> None:
-    """The error was one of shapes, in the middle of a forward (C010)."""
+    """The message named no legal size (C010)."""
     sizes = ONE | {"hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}
     model, inputs = build("llama", **sizes)
     with pytest.raises(PlanError) as caught:

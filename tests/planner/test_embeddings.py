@@ -77,7 +77,7 @@ def tied() -> Captured:
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_tied_model_keeps_its_keys(tied: Captured, tp: int) -> None:
-    """The keys of tied weights changed with the number of ranks (C043)."""
+    """A tied head was saved twice (C043)."""
     proof = tied.proof(tp)
     record = proof.plan.parameters["model.embed_tokens.weight"]
 
@@ -89,7 +89,7 @@ def test_a_tied_model_keeps_its_keys(tied: Captured, tp: int) -> None:
 
 
 def test_a_file_without_the_head_gives_the_tied_one(tied: Captured, tmp_path: Path) -> None:
-    """A tied head that no file has was left random (C045)."""
+    """A tied head was loaded wrongly (C045)."""
     cast("Any", tied.model).save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -188,7 +188,7 @@ def test_a_table_is_cut_whether_its_input_is_given_or_not() -> None:
 
 
 def test_an_odd_vocabulary_is_cut_over_any_tp() -> None:
-    """Vocabularies had to be padded to a multiple of the ranks (C042)."""
+    """Vocabularies that the ranks do not divide could not be split (C042)."""
     model, inputs = build("gpt2", n_layer=1, vocab_size=2 * 251)
 
     assert 0 == proven(model, inputs, 3).cost["home_bytes"]

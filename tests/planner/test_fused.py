@@ -61,7 +61,7 @@ class Attention(FusedAttention):
 
 
 def test_layouts_of_one_attention_are_each_cut_right() -> None:
-    """Numbers were wrong where a tool took one layout for another (C014)."""
+    """Three layouts were treated alike, and the numbers were wrong (C014)."""
     inputs = vectors(2, 5, HIDDEN)
     attentions = [Attention(layout) for layout in LAYOUTS]
     outputs = [attention(**inputs) for attention in attentions]
@@ -117,7 +117,7 @@ def segments() -> Captured:
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_segments_that_are_cut_behind_a_convolution(segments: Captured, tp: int) -> None:
-    """Segments of one product that go different ways (C025)."""
+    """The sizes of a split did not fit the shards behind a convolution (C025)."""
     proof = segments.proof(tp)
     layouts = {name: p.layout for name, p in proof.plan.parameters.items()}
 
@@ -128,7 +128,7 @@ def test_segments_that_are_cut_behind_a_convolution(segments: Captured, tp: int)
 
 
 def test_segments_come_back_in_the_order_of_the_whole(segments: Captured) -> None:
-    """Shards of a fused weight were put together in the order of the ranks (C022)."""
+    """Weights of several segments came back scrambled (C022)."""
     proof = segments.proof(4)
     whole = dict(segments.model.named_parameters())
     parts = [dict(rank.named_parameters()) for rank in proof.ranks]
@@ -202,7 +202,7 @@ class Parallel(nn.Module):
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_attention_and_mlp_in_one_projection_are_both_cut(tp: int) -> None:
-    """One of the two was left replicated (C024)."""
+    """Such a projection needed a style of its own (C024)."""
     torch.manual_seed(0)
     plan = proven(Parallel(), {"x": torch.randn(2, 5, 32)}, tp)
 
@@ -213,7 +213,7 @@ def test_attention_and_mlp_in_one_projection_are_both_cut(tp: int) -> None:
 
 @pytest.mark.parametrize("tp", [3, 8])
 def test_a_fused_weight_in_four_blocks(tp: int) -> None:
-    """The blocks bind the number of ranks to four (C012)."""
+    """More than four ranks failed in a reshape (C012)."""
     model, inputs = zoo.build("codegen", "causal-lm")
 
     assert 0.01 > proven(model, inputs, tp).replicated_fraction

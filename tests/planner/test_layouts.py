@@ -123,7 +123,7 @@ class Shared(MLP):
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_weight_of_several_products_has_one_layout(tp: int) -> None:
-    """Shared weights got the layout of one of their uses (C040)."""
+    """The first use of a weight decided, and the others failed (C040)."""
     torch.manual_seed(0)
     plan = proven(Shared(16, 24), vectors(2, 5, 16), tp)
 
@@ -177,7 +177,7 @@ class Patches(nn.Module):
 
 @pytest.mark.parametrize("tp", [2, 3])
 def test_patches_of_video_and_images(tp: int) -> None:
-    """Convolutions over 3 dims had no rule (C097)."""
+    """Convolutions over 3 dims failed (C097)."""
     torch.manual_seed(0)
     inputs = {"video": torch.randn(2, 3, 4, 8, 8), "image": torch.randn(2, 3, 8, 8)}
     plan = proven(Patches(), inputs, tp)

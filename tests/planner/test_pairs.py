@@ -296,7 +296,7 @@ class FullAttention(LinearAttention):
 
 
 def test_layers_of_two_kinds_are_both_cut() -> None:
-    """One plan by hand fitted one kind of layer only (C028)."""
+    """Layers of the second kind were missing in a plan by hand (C028)."""
     torch.manual_seed(0)
     plan = proven(
         Stack(LinearAttention(), LinearAttention(), LinearAttention(), FullAttention()),
@@ -360,7 +360,7 @@ def test_a_norm_over_all_heads_costs_one_small_sum() -> None:
 
 @pytest.mark.parametrize(("parallel", "sums"), [(True, 1), (False, 2)])
 def test_parallel_and_sequential_blocks_are_told_apart(parallel: bool, sums: int) -> None:
-    """Parallel blocks were summed twice (C100)."""
+    """A heuristic picked the wrong layers in parallel blocks (C100)."""
     model, inputs = build("gpt_neox", num_hidden_layers=1, use_parallel_residual=parallel)
     plan = autotp.plan(model, 2, example_inputs=inputs)
 

@@ -340,7 +340,7 @@ def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> 
 
 
 def test_the_plan_says_which_ranks_share_what() -> None:
-    """Groups of ranks were called by numbers alone (C109)."""
+    """How ranks map to groups was told nowhere: reported of other tools (C109)."""
     model, inputs = build("llama", num_hidden_layers=1, num_key_value_heads=2)
     plan = autotp.plan(model, 4, example_inputs=inputs, training=True)
 

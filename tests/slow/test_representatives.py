@@ -68,7 +68,7 @@ def most(plan: Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_kind_is_right_and_nearly_all_cut(name: str) -> None:
-    """Users of other tools reported kinds that stayed whole or ran wrong (C027, C055, C057, C060)."""
+    """Of other tools, users reported kinds that were replicated or failed (C027, C055 to C060)."""
     kind = KINDS[name]
     captured = Captured(*zoo.build(name, kind.task))
     for tp in (2, 4):
