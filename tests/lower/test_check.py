@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 from torch import fx, nn
-from torch.nn import functional
 
 from autotp.algebra.placement import SHARED
 from autotp.algebra.split import Split, segment
@@ -16,24 +15,24 @@ from autotp.compiler import Made, Work
 from autotp.errors import VerifyError
 from autotp.lower.check import check
 from autotp.options import Options
+from tests.toys import MLP
 
 TP, HIDDEN, FFN, WORDS = 2, 16, 64, 128
 OURS = torch.ops.autotp
 
 
-class Block(nn.Module):
+class Block(MLP):
     """A normed MLP with biases beside a residual, and a head."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(HIDDEN, FFN)
         self.table = nn.Embedding(WORDS, HIDDEN)
         self.norm, self.last_norm = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.up, self.down = nn.Linear(HIDDEN, FFN), nn.Linear(FFN, HIDDEN)
         self.head = nn.Linear(HIDDEN, WORDS)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.table(ids)
-        x = x + self.down(functional.gelu(self.up(self.norm(x))))
+        x = x + self.body(self.norm(x))
         return self.head(self.last_norm(x))
 
 

@@ -11,25 +11,27 @@ from autotp.errors import RuleError
 from autotp.oprules.rulebook import load, root
 from autotp.records.plan import DifferingRecord, Plan
 from autotp.report.plan import text
+from tests.toys import MLP
 
 TIES = "equal values may be taken in any order"
 SUMMED = "its gradient is summed in an order of its own on CUDA"
 
 
-class Chosen(nn.Module):
+class Chosen(MLP):
     """A table, a top-k over what all ranks hold, and one over rows that a rank has alone."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(32, 64)
         self.words = nn.Embedding(4, 32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
         self.score = nn.Linear(32, 6)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.words(ids) + torch.rand(32)
-        x = x + self.down(self.up(x).unflatten(-1, (8, 8)).topk(8)[0].flatten(-2))
-        best = self.score(x).topk(2)[0]
+        best = self.score(x + self.body(x)).topk(2)[0]
         return best.index_select(1, torch.tensor([0, 0, 3]))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (8, 8)).topk(8)[0].flatten(-2)
 
 
 def plan(tp: int, *, training: bool) -> Plan:

@@ -13,6 +13,7 @@ from autotp.errors import PlanError
 from autotp.records.plan import BUCKET, Plan
 from autotp.verification.simulate import simulate
 from tests.models import build
+from tests.toys import MLP
 
 NARROW = [torch.bfloat16, torch.float16]
 
@@ -34,20 +35,19 @@ def test_sums_are_made_in_the_wider(
     assert expected == sum_dtype(own, wanted)
 
 
-class Layers(nn.Module):
+class Layers(MLP):
     """A pair with sums forward and backward; `wide` computes the norm in float32, as many do."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
         torch.manual_seed(0)
+        super().__init__(16, 32, torch.tanh)
         self.norm = nn.Parameter(torch.rand(16))
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
         self.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         y = (wide * wide.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype) * self.norm
-        return x + self.down(torch.tanh(self.up(y)))
+        return x + self.body(y)
 
 
 def inputs(dtype: torch.dtype) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import autotp
 from tests.models import build
 from tests.spmd.pool import Pool
+from tests.toys import MLP
 
 Pools = Callable[[int], Pool]
 IDS = torch.arange(3, 17).reshape(2, 7)
@@ -107,21 +108,20 @@ def test_a_compiled_training_step_gives_the_gradients_of_the_whole_model(pool: P
         torch.testing.assert_close(model.get_parameter("0.weight").grad, of_weight)
 
 
-class Two(nn.Module):
+class Two(MLP):
     """A pair, and a mask that may be left out."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        super().__init__(8, 16, torch.relu)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.down(torch.relu(self.up(x)))
+        y = self.body(x)
         return y if mask is None else y * mask[..., [0, -1]].sum(-1, keepdim=True)
 
 
 def errors_of_variants(rank: int, world: int) -> list[float]:
-    """How far a errors_of_variants shard is off in a variant that was not captured before."""
+    """How far a compiled shard is off in a variant that was not captured before."""
     model, x = Two(), torch.randn(2, 5, 8)
     sharded = autotp.parallelize(model, world, example_inputs={"x": x}, training=False)
     run = torch.compile(sharded, backend="eager")
