@@ -4,10 +4,13 @@ A pool of worker processes a world size, and what a file's tests capture, are th
 """
 
 import os
+from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+SLOW = Path(__file__).parent / "slow"
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process its own core
 
@@ -18,6 +21,13 @@ class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         return "spmd" if "spmd/" in file else file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what is under tests/slow as slow."""
+    for item in items:
+        if item.path.is_relative_to(SLOW):
+            item.add_marker("slow")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:

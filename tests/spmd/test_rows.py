@@ -16,11 +16,11 @@ from autotp.cost.conversions import COLLECTIVES
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
 from autotp.verification.simulate.collectives import JOINT
+from tests.planner.test_experts import Sorted, drawn, tokens
 from tests.spmd.beside import differences, joined_over
 from tests.spmd.placed import part, whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally
-from tests.test_experts import Sorted, drawn, tokens
 
 Pools = Callable[[int], Pool]
 
