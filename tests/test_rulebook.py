@@ -1,6 +1,7 @@
 """The rulebook: what is read, and one clear message for each way in which a row can be wrong."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,11 @@ def test_the_page_on_rules_explains_every_key_rule_and_form() -> None:
     words = {*_KEYS, *RULES, *FORMS} - {""}
 
     assert [] == sorted(word for word in words if f"`{word}`" not in page)
+
+
+def test_the_page_on_rules_says_how_many_rows_name_a_function() -> None:
+    page = (root() / "README.md").read_text(encoding="utf-8")
+    files = [tomllib.loads(path.read_text()) for path in (root() / "aten").glob("*.toml")]
+    rows = [row for file in files for row in file["row"]]
+
+    assert f"{sum('derive' in row for row in rows)} of the {len(rows)} rows name a Python" in page
