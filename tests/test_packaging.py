@@ -71,8 +71,14 @@ def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
     assert f"{installed}/autotp/rules True" == _answer(installed, code)
 
 
+def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
+    code = "from autotp.cli.main import main; main(['rules', 'check', '--op', 'aten.mm.default'])"
+
+    assert "1 rows: 1 right, 0 wrong, 0 untested" in _answer(installed, code)
+
+
 def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
-    code = "from autotp.oprules import rulebook; from autotp.cost.machine import machine_names; "
+    code = "from autotp import rulebook; from autotp.cost.machine import machine_names; "
     code += "print(*machine_names(rulebook.root()))"
 
     assert "gloo h100" == _answer(installed, code)

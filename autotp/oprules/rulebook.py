@@ -40,6 +40,7 @@ _KEYS = {
     "moves",
     "stops",
     "samples",
+    "samples_of",
     "note",
 }
 _JOINS = {"sum", "mean", "max", "none"}
@@ -175,6 +176,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
         raise RuleError("needs exactly one of `rule` and `derive`")
     signature = parse(entry["rule"]) if "rule" in entry else None
     _check(entry, signature)
+    samples = _samples(entry)
     for op in entry["ops"]:
         yield Row(
             op=op,
@@ -193,8 +195,23 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             stops=frozenset(entry.get("stops", ())),
             note=entry.get("note", ""),
             source=source,
-            samples=tuple(entry.get("samples", ())),
+            samples=samples[op],
         )
+
+
+def _samples(entry: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The sample calls of each op: its own in `samples_of`, otherwise the row's."""
+    shared, own = entry.get("samples", []), entry.get("samples_of", {})
+    for op in own:
+        if op not in entry["ops"]:
+            raise RuleError(
+                f"`samples_of` has {op!r}, which is not one of the row's `ops`. Add it to `ops`; "
+                "if it is a key of the row, write it above [row.samples_of]"
+            )
+    for key, calls in {"samples": shared, **own}.items():
+        if not isinstance(calls, list) or not all(isinstance(x, str) for x in cast(Any, calls)):
+            raise RuleError(f'`{key}` must be a list of calls as text, such as ["real(6, 12), 1"]')
+    return {op: tuple(own.get(op, shared)) for op in entry["ops"]}
 
 
 def _check(entry: dict[str, Any], signature: Signature | None) -> None:

@@ -13,7 +13,7 @@ from autotp.oprules.rule import Discovery, Operand
 from autotp.oprules.rulebook import load
 from autotp.records.plan import Plan
 from autotp.report.plan import text
-from autotp.verification.rules.cases import Sample, call, cases, flags, real, words
+from autotp.verification.rules.cases import Sample, call, cases, flags, integers, real
 from autotp.verification.rules.laws import strategies_of, violations
 from tests.opaque_ops import opaque
 
@@ -128,7 +128,7 @@ SAMPLES: dict[str, tuple[Sample, str]] = {
     ),
     "average": (call(real(2, 6)), "a b -> a; b: mean; linear in 0"),
     "squares": (call([real(2, 6), real(2, 6)]), "a b, a b -> a b"),
-    "looked_up": (call(real(9, 6), words(4, below=9)), "a b, c -> c b; whole: a; linear in 0"),
+    "looked_up": (call(real(9, 6), integers(4, below=9)), "a b, c -> c b; whole: a; linear in 0"),
     "masked": (call(real(2, 6), flags(2, 6)), "a b, a b -> a b; linear in 0"),
     "cumulated": (call(real(2, 6)), "a b -> a b; whole: a, b; linear in 0"),
     "bounded": (call(real(2, 6)), "a b -> a; whole: b"),

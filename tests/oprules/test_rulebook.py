@@ -1,6 +1,7 @@
 """The rulebook: what is read, and one clear message for each way in which a row can be wrong."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,22 @@ def test_ops_of_one_row_share_it(tmp_path: Path) -> None:
     assert rows["aten.relu.default"].signature == rows["aten.tanh.default"].signature
 
 
+def test_an_op_may_have_sample_calls_of_its_own(tmp_path: Path) -> None:
+    text = """
+[[row]]
+ops = ["aten.relu.default", "aten.log.default"]
+rule = "... -> ..."
+samples = ["real(6, 2)"]
+
+[row.samples_of]
+"aten.log.default" = ["positive(6, 2)", "positive(6)"]
+"""
+    rows = read(tmp_path, text).rows
+
+    assert ("real(6, 2)",) == rows["aten.relu.default"].samples
+    assert ("positive(6, 2)", "positive(6)") == rows["aten.log.default"].samples
+
+
 def test_roles_keep_their_order(tmp_path: Path) -> None:
     roles = '[[role]]\nname = "attention"\ninside = ["aten.softmax.int"]\naxis = "heads"\n' + ROLES
     found = read(tmp_path, ROW, roles=roles).roles
@@ -71,6 +88,23 @@ def test_roles_keep_their_order(tmp_path: Path) -> None:
         ("[0, 2]", "[0, 5]", "operand 5 is not one of the rule's 3"),
         ('... o"', '... u"', "factor 'u' of a result is in no operand"),
         ("ops = [", "ops = ", "cannot be read"),
+        ("bias = [2]", 'samples = "real(6)"', "`samples` must be a list of calls as text, such as"),
+        ("bias = [2]", "samples = [1]", "`samples` must be a list of calls as text, such as"),
+        (
+            "bias = [2]",
+            'samples_of = { "aten.linear.default" = "real(6)" }',
+            "`aten.linear.default` must be a list of calls as text, such as",
+        ),
+        (
+            "bias = [2]",
+            'samples_of = { "aten.mm.default" = ["real(6)"] }',
+            "`samples_of` has 'aten.mm.default', which is not one of the row's `ops`. Add it",
+        ),
+        (
+            "bias = [2]",
+            'bias = [2]\n[row.samples_of]\nnote = "why"',
+            "`samples_of` has 'note', which is not one of the row's `ops`. Add it to `ops`; if it",
+        ),
     ],
 )
 def test_a_wrong_row_is_told_with_its_file(
@@ -120,3 +154,11 @@ def test_the_page_on_rules_explains_every_key_rule_and_form() -> None:
     words = {*_KEYS, *RULES, *FORMS} - {""}
 
     assert [] == sorted(word for word in words if f"`{word}`" not in page)
+
+
+def test_the_page_on_rules_says_how_many_rows_name_a_function() -> None:
+    page = (root() / "README.md").read_text(encoding="utf-8")
+    files = [tomllib.loads(path.read_text()) for path in (root() / "aten").glob("*.toml")]
+    rows = [row for file in files for row in file["row"]]
+
+    assert f"{sum('derive' in row for row in rows)} of the {len(rows)} rows name a Python" in page

@@ -1,26 +1,39 @@
 """`autotp rules check`: every row is run on shards, wrong and untested ones are told."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from autotp.cli import main as cli
 from autotp.errors import RuleError
 from autotp.oprules.rulebook import load
-from autotp.verification.rules.cases import call, real, words
+from autotp.verification.rules.cases import (
+    call,
+    complexes,
+    fixed,
+    flags,
+    integers,
+    positive,
+    real,
+    short,
+)
 from autotp.verification.rules.check import check
-from autotp.verification.rules.written import sample_of
+from autotp.verification.rules.written import parse_sample
 
 ROWS = """
 [[row]]
 ops = ["aten.sin.default"]
 rule = "... -> ..."
+samples = ["real(6, 2, 12)"]
 
 [[row]]
 ops = ["aten.tanh.default"]
 rule = "... -> ..."
 linear = [[0]]
+samples = ["real(6, 2, 12)"]
 
 [[row]]
 ops = ["aten.sinc.default"]
@@ -99,14 +112,60 @@ def test_a_directory_without_rules_is_a_misuse(
 
 
 def test_a_sample_is_written_as_a_call() -> None:
-    text = "[real(6, 2)], words(4, below=6), -1, eps=1e-6, on=True"
+    text = "[real(6, 2)], (integers(4, below=6), None), -1, 'floor', eps=1e-6, dtype=torch.int32"
+    arguments = [real(6, 2)], [integers(4, below=6), None], -1, "floor"
 
-    assert call([real(6, 2)], words(4, below=6), -1, eps=1e-6, on=True) == sample_of(text)
+    assert call(*arguments, eps=1e-6, dtype=torch.int32) == parse_sample(text)
+
+
+def test_every_kind_of_random_tensor_can_be_written() -> None:
+    text = "real(high=0), positive(2), integers(2, low=1, below=4), flags(2), complexes(2), "
+
+    assert call(
+        real(high=0), positive(2), integers(2, low=1, below=4), flags(2), complexes(2), fixed(2),
+        short(2, 0),
+    ) == parse_sample(f"{text} fixed(2), short(2, 0)")  # fmt: skip
+
+
+def test_a_tensor_can_be_written_out() -> None:
+    ends, mask = parse_sample("torch.tensor([2, 5], dtype=torch.int32), torch.tensor([True])").args
+
+    assert (torch.int32, [2, 5]) == (ends.dtype, ends.tolist())
+    assert (torch.bool, [True]) == (mask.dtype, mask.tolist())
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), {"real(": "never closed", "open('x')": "'open' makes no tensor"}.items()
+    ("text", "why"),
+    {
+        "real(": "'(' was never closed",
+        "open('x')": "'open' does not describe a tensor",
+        "real(2).clone()": "'real(2).clone' does not describe a tensor",
+        "torch.ones(2)": "'torch.ones' does not describe a tensor",
+        "torch.load": "'torch.load' is neither a literal nor a dtype",
+        "[x for x in 'ab']": "is neither a literal nor a dtype",
+        "*[1]": "'*[1]' is neither a literal nor a dtype",
+        "**{'dim': 1}": "** is not allowed: name each argument",
+        "1), print(2": "more than the arguments of one call",
+        "1)(2": "more than the arguments of one call",
+        "real(2.5)": "real(2.5): sizes are integers, 0 or larger",
+        "real(-1)": "real(-1): sizes are integers, 0 or larger",
+        "integers(4)": "missing 1 required keyword-only argument: 'below'",
+        "torch.tensor([real(2)])": "torch.tensor([real(2)])",
+    }.items(),
 )
 def test_what_is_no_sample_is_refused(text: str, why: str) -> None:
-    with pytest.raises(RuleError, match=why):
-        sample_of(text)
+    with pytest.raises(RuleError, match=re.escape(why)) as caught:
+        parse_sample(text)
+    assert f"sample {text!r}: " in str(caught.value)
+    assert "Write the arguments of one call of the op: literals, lists," in str(caught.value)
+
+
+def test_a_sample_that_cannot_be_read_is_reported_with_its_file_and_op(tmp_path: Path) -> None:
+    rows = '[[row]]\nops = ["aten.sin.default"]\nrule = "... -> ..."\nsamples = ["rael(6)"]\n'
+    (tmp_path / "aten").mkdir()
+    (tmp_path / "aten" / "mine.toml").write_text(rows)
+    (tmp_path / "roles.toml").write_text("")
+
+    message = "mine.toml, aten.sin.default: sample 'rael(6)': 'rael' does not describe a tensor"
+    with pytest.raises(RuleError, match=re.escape(message)):
+        list(check(load(tmp_path)))

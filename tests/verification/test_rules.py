@@ -8,11 +8,13 @@ import transformers.integrations.moe  # noqa: F401  (registers its grouped produ
 from autotp.oprules.notation import parse
 from autotp.oprules.rule import Row
 from autotp.oprules.rulebook import Rulebook, load
-from autotp.verification.rules.cases import Sample, call, cases
+from autotp.verification.rules.cases import Sample, call, cases, real
 from autotp.verification.rules.laws import strategies_of, violations
-from autotp.verification.rules.samples import SAMPLES, X
+from autotp.verification.rules.written import parse_sample
 
 RULES = load()
+SAMPLES = {op: tuple(map(parse_sample, row.samples)) for op, row in RULES.rows.items()}
+X = real(6, 2, 12)
 
 
 def broken(op: str, samples: tuple[Sample, ...], rules: Rulebook) -> list[str]:
@@ -31,8 +33,8 @@ def planted(op: str, **changes: object) -> Rulebook:
     return Rulebook({**RULES.rows, op: row}, RULES.roles)
 
 
-def test_every_row_has_samples_and_every_sample_a_row() -> None:
-    assert set(RULES.rows) == set(SAMPLES)
+def test_every_op_has_sample_calls() -> None:
+    assert [] == [op for op, samples in SAMPLES.items() if not samples]
 
 
 @pytest.mark.parametrize("op", sorted(RULES.rows))

@@ -62,9 +62,9 @@ def fixed(*shape: int) -> Drawn:
     return Drawn(shape, torch.float64, 0.5, 2, fixed=True)
 
 
-def words(*shape: int, below: int) -> Drawn:
-    """Integers from 0 to `below` - 1."""
-    return Drawn(shape, torch.int64, 0, below)
+def integers(*shape: int, below: int, low: int = 0) -> Drawn:
+    """Integers from `low` to `below` - 1."""
+    return Drawn(shape, torch.int64, low, below)
 
 
 def flags(*shape: int) -> Drawn:
