@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.algebra.placement import CONVERSIONS
+from autotp.algebra.placement import CONVERSION_OPS
 
 __all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "module_paths", "op_name", "order"]
 
@@ -26,11 +26,7 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _CALL = re.compile(r"@\d+")
 _NO_STACK = "_empty_nn_module_stack_from_metadata_hook"
 _ARITHMETIC = ("_operator", "math")
-_FREE = {
-    f"autotp::{conversion.op}"
-    for conversion in CONVERSIONS.values()
-    if conversion.forward in ("identity", "slice", "keep_first")
-}
+_FREE = {f"autotp::{op}" for op, conversion in CONVERSION_OPS.items() if conversion.forward.aliases}
 
 Unit: TypeAlias = str | fx.Node
 """What is ordered: a region by its path, or one node of the root."""

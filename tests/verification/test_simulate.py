@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Split, block, segment
 from autotp.capture.program import Program
-from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.runtime.ops.library import schema
 from autotp.verification.simulate import Part, Simulation, simulate, walk, whereabouts
@@ -113,12 +112,12 @@ def test_a_conversion_keeps_the_law_of_placements(
     values = [output[0] for output in found.outputs]
     gradients = torch.autograd.grad(values, weights(found), back)
     counts = Counter(
-        f"{phase} {COLLECTIVES[primitive]}"
+        f"{phase} {primitive.collective}"
         for phase, primitive in (
             ("forward", conversion.forward),
             ("backward", conversion.backward),
         )
-        if primitive in COLLECTIVES
+        if primitive.collective
     )
 
     assert is_placed(whole(SHAPE, 1), values, target, *wanted)

@@ -13,13 +13,13 @@ import torch
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.partition import Part, Partition
-from autotp.algebra.placement import REPLICATED, Placement
+from autotp.algebra.placement import REPLICATED, SUMS, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.capture.program import Program
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
-from autotp.cost.conversions import SUMS, moved_bytes
+from autotp.cost.conversions import moved_bytes
 from autotp.options import Request
 from autotp.planner.analysis import AxisPair, Emitted
 from autotp.planner.layouts import Layouts
