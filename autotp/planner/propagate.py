@@ -134,8 +134,6 @@ class _Reader:
         if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
             return
         row = self.rulebook.rows.get(str(node.target))
-        if row is not None and row.derive == "constant":
-            return
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
         metas = results_of(node)
         rule = self._rule(node, operands, metas, row) if row else None

@@ -259,7 +259,7 @@ def _register(signature: str, op: Op) -> Op:
     name = signature.partition("(")[0]
     overload: OpOverload = getattr(torch.ops.autotp, name).default
 
-    def run(*positional: Any, **keywords: Any) -> Any:  # noqa: ANN401  what an op takes and gives
+    def run(*positional: Any, **keywords: Any) -> Any:
         given = bind_arguments(overload, positional, keywords)
         return op([given], Processes(given["group"]))[0]
 

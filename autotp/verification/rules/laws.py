@@ -38,7 +38,7 @@ from autotp.verification.rules.rank import RankInterpreter
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10
-UNDEFINED = {"aten.empty_like.default", "aten.new_empty.default"}  # values are anything
+UNDEFINED = {"aten.empty_like.default"}  # values are anything
 
 
 def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
