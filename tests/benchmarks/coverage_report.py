@@ -1,4 +1,4 @@
-"""docs/coverage.md, from the lines that the coverage run wrote."""
+"""docs/tables/coverage.md, from the lines that the coverage run wrote."""
 
 import re
 from collections import Counter, defaultdict

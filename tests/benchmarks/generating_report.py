@@ -1,4 +1,4 @@
-"""docs/generating-kinds.md, from the lines that the sweep over generate() wrote."""
+"""docs/tables/generating-kinds.md, from the lines that the sweep over generate() wrote."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

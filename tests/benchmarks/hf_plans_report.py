@@ -1,4 +1,4 @@
-"""docs/hf-plans.md, from the lines that the comparison with Transformers' plans wrote."""
+"""docs/tables/hf-plans.md, from the lines that the comparison with Transformers' plans wrote."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

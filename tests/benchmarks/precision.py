@@ -1,6 +1,6 @@
 """How far sharded models in narrow dtypes are from exact, and whether that grows with tp.
 
-    python -m tests.benchmarks.precision --write docs/precision.md
+    python -m tests.benchmarks.precision --write docs/explanation/precision.md
 
 Random models (hidden 256, four layers, weights so large that every layer matters) run in lockstep
 over 1, 2, 4 and 8 ranks. What is exact is the same weights, cast up, in float64. The error of a
