@@ -7,7 +7,7 @@ A fence is one of
     console   `$ command` lines, each run, and what it prints
     python title="run.py"    saved under that name, for a command to run
 
-and `<!-- not run: reason -->` before a fence says why it is not run. In shown output, `…` stands for
+and `<!-- not run: reason -->` before a fence says why it is not run. In output, `…` stands for
 any characters of a line, and for any lines where it is alone in a line. `./my-model` is a small
 checkpoint with random weights.
 """

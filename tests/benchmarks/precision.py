@@ -121,10 +121,8 @@ def distances(found: Tensor, exact: Tensor) -> Tensor:
 
 def table(rows: Sequence[str], seeds: int) -> str:
     """The rows as a page shows them."""
-    told = (
-        f"{seeds} draws of the weights, 2 × 64 words, torch {torch.__version__.split('+')[0]}, CPU"
-    )
-    heads = ["model", "dtype", "sums in", *(f"tp {tp}" for tp in SIZES), "most over tp 1"]
+    told = f"{seeds} seeds, 2 × 64 tokens, torch {torch.__version__.split('+')[0]}, CPU"
+    heads = ["model", "dtype", "reduced in", *(f"tp {tp}" for tp in SIZES), "largest / tp 1"]
     rule = "|".join(["", *("---" for _ in heads), ""])
     return "\n".join([f"{told}.\n", f"| {' | '.join(heads)} |", rule, *rows])
 
