@@ -1,7 +1,7 @@
 """The coverage: which architectures of Transformers are cut right over which tp.
 
     python -m tests.benchmarks.coverage run --out coverage.jsonl --tp 2,4
-    python -m tests.benchmarks.coverage report --out coverage.jsonl > docs/coverage.md
+    python -m tests.benchmarks.coverage report --out coverage.jsonl > docs/tables/coverage.md
 
 `run` makes a tiny model of each type of tests/zoo.tsv, captures it once, and for each tp plans,
 rewrites and verifies it: outputs and all gradients, in float32. Each type has a process of its own,

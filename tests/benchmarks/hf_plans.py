@@ -1,7 +1,7 @@
 """Our plans beside those that Transformers brings: what stays whole, and what a forward pass costs.
 
     python -m tests.benchmarks.hf_plans run --out hf_plans.jsonl --tp 2,4
-    python -m tests.benchmarks.hf_plans report --out hf_plans.jsonl > docs/hf-plans.md
+    python -m tests.benchmarks.hf_plans report --out hf_plans.jsonl > docs/tables/hf-plans.md
 
 `run` makes a tiny model of each type of tests/zoo.tsv and plans it, once for training and once for
 inference. Where the type has a plan by hand, that is applied by Transformers itself, on a group

@@ -1,6 +1,6 @@
 """How far sharded models in narrow dtypes are from exact, and whether that grows with tp.
 
-    python -m tests.benchmarks.precision --write docs/precision.md
+    python -m tests.benchmarks.precision --write docs/explanation/precision.md
 
 Random models (hidden 256, four layers, weights so large that every layer matters) run in lockstep
 over 1, 2, 4 and 8 ranks. What is exact is the same weights, cast up, in float64. The error of a
@@ -121,10 +121,8 @@ def distances(found: Tensor, exact: Tensor) -> Tensor:
 
 def table(rows: Sequence[str], seeds: int) -> str:
     """The rows as a page shows them."""
-    told = (
-        f"{seeds} draws of the weights, 2 × 64 words, torch {torch.__version__.split('+')[0]}, CPU"
-    )
-    heads = ["model", "dtype", "sums in", *(f"tp {tp}" for tp in SIZES), "most over tp 1"]
+    told = f"{seeds} seeds, 2 × 64 tokens, torch {torch.__version__.split('+')[0]}, CPU"
+    heads = ["model", "dtype", "reduced in", *(f"tp {tp}" for tp in SIZES), "largest / tp 1"]
     rule = "|".join(["", *("---" for _ in heads), ""])
     return "\n".join([f"{told}.\n", f"| {' | '.join(heads)} |", rule, *rows])
 

@@ -1,13 +1,15 @@
-"""The documentation is true: its Python and commands run, and print what it shows.
+"""The documentation is correct: its Python and commands run, and print what it shows.
 
 A fence is one of
 
-    python    run, one namespace a page          text    what the last Python printed
-    sh        command lines, run                 toml    data to read; so is a fence without a word
+    python    run, in one namespace per page     text    what the last Python printed
+    sh        command lines, run                 toml    data to read; so is a fence without a kind
     console   `$ command` lines, each run, and what it prints
+    python title="run.py"    saved under that name, for a command to run
 
-and `<!-- not run: reason -->` before a fence says why it is not run. In what is shown, `…` stands
-for any characters of a line, and alone in a line for any lines.
+and `<!-- not run: reason -->` before a fence says why it is not run. In output, `…` stands for
+any characters of a line, and for any lines where it is alone in a line. `./my-model` is a small
+checkpoint with random weights.
 """
 
 import os
@@ -34,18 +36,35 @@ from autotp.planner.formulate import interpret_solution
 from autotp.solver.solve import solve
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 KINDS = {"", "toml", "python", "text", "sh", "console"}
 SET_UP = "python3 -m venv .venv && "
-"""The README's two commands begin so; the first is an example, the second these very tests."""
+"""How the README's two commands begin; one runs an example, the other these very tests."""
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 128,
+}
+"""The configuration of the checkpoint `./my-model`."""
+PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
+"""The programs that a page may run besides autotp, as arguments of the Python interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A fence: its word, the line before its text, and why it is not run (None: it is)."""
+    """A fence: its kind, the line before its text, and why it is not run (None: it is).
+
+    - `title`: the name of the file that it is saved as, empty if it is not saved.
+    """
 
     kind: str
+    title: str
     line: int
     text: str
     excuse: str | None
@@ -57,7 +76,8 @@ def blocks(page: str) -> Iterator[Block]:
         if opened is not None:
             if line == "```":
                 text = "".join(f"{shown}\n" for shown in lines[opened : number - 1])
-                yield Block(lines[opened - 1][3:], opened, text, excuse)
+                kind, _, title = lines[opened - 1][3:].partition(' title="')
+                yield Block(kind, title.removesuffix('"'), opened, text, excuse)
                 opened = excuse = None
         elif line.startswith("```"):
             opened = number
@@ -97,7 +117,9 @@ class Reader:
                 self._follow(block)
 
     def _follow(self, block: Block) -> None:
-        if block.kind == "python":
+        if block.title:
+            Path(block.title).write_text(block.text, encoding="utf-8")
+        elif block.kind == "python":
             self.printed = self._run(block)
         elif block.kind == "text":
             self._compare(block, block.text, self.printed)
@@ -124,7 +146,8 @@ class Reader:
             code = cli.main(arguments)
             out, err = self.capture.readouterr()
         else:
-            assert program == "python", f"{self.where}: who runs {command!r}?"
+            assert program in PROGRAMS, f"{self.where}: who runs {command!r}?"
+            arguments = [*PROGRAMS[program], *arguments]
             done = subprocess.run(
                 [sys.executable, *arguments], capture_output=True, text=True, check=False
             )
@@ -142,6 +165,8 @@ class Reader:
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder like a checkout, whose rules are its own: a page may add to them."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "my-model")
     shutil.copytree(ROOT / "rules", tmp_path / "rules")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -192,23 +217,28 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert [] == broken_links(page)
 
 
-def test_every_page_is_reached_from_the_readme() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+def linked_pages(page: Path) -> set[Path]:
+    """The pages that a page links to."""
+    targets = re.findall(r"\]\(([^)\s#]+\.md)", page.read_text(encoding="utf-8"))
+    return {(page.parent / target).resolve() for target in targets if "://" not in target}
 
-    assert [] == [page.name for page in PAGES[1:] if f"{page.name})" not in text]
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    reached, todo = set[Path](), {PAGES[0]}
+    while todo:
+        reached |= todo
+        todo = set[Path]().union(*map(linked_pages, todo)) - reached
+
+    assert [] == [str(page.relative_to(ROOT)) for page in PAGES if page not in reached]
+
+
+def test_the_architecture_is_the_second_link_of_the_readme() -> None:
+    links = re.findall(r"\]\(([^)\s#]+\.md)", PAGES[0].read_text(encoding="utf-8"))
+
+    assert "docs/architecture.md" == links[1]
 
 
 # ── figures that are stated in prose ─────────────────────────────────────────────────────────────
-
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "vocab_size": 512,
-    "max_position_embeddings": 128,
-}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +274,7 @@ def test_what_the_two_conversions_left_out_would_bring(
     partial: int,
     backward: int,
 ) -> None:
-    """The figures of docs/solver.md."""
+    """The figures of docs/explanation/solver.md."""
     monkeypatch.setattr(price, "_UNPRICED", unpriced)
     made, names = planned(work)
     collectives = made.plan.collectives

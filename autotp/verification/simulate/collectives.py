@@ -1,6 +1,6 @@
 """All ranks of a group in one process, and the ops that they run together.
 
-What ranks do is `runtime.ops.library` and `runtime.ops.primitives`, the code of real processes; only
+What ranks do is `runtime.ops.library` and `runtime.ops.primitives`, as in real processes; only
 what carries their tensors differs. So a verification covers that code, and not the backend. The
 collectives here are written without the backend's: sums in the order of the ranks, rows put one
 after the other. One autograd node stands for an op on all ranks, so that the backward pass runs in
