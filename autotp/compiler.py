@@ -20,8 +20,7 @@ from autotp.capture.capture import capture
 from autotp.capture.clean import retarget
 from autotp.capture.generation_calls import Calls
 from autotp.capture.heap import give_back
-from autotp.capture.input_length import made_up
-from autotp.capture.inputs import example_inputs
+from autotp.capture.inputs import example_inputs, made_up
 from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import device_of, is_meta, skeleton, valueless, whole_of

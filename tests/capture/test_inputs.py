@@ -9,8 +9,7 @@ from torch import nn
 
 from autotp.capture.cache import flat, learn_dims
 from autotp.capture.capture import capture
-from autotp.capture.input_length import made_up
-from autotp.capture.inputs import accepted, data_axes, example_inputs, positions, traced_at
+from autotp.capture.inputs import accepted, data_axes, example_inputs, made_up, positions, traced_at
 from autotp.errors import CaptureError, PlanError
 from tests import models
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from autotp.algebra.placement import FUNCTIONAL, Collective
 from autotp.algebra.split import Peers
 from autotp.errors import VerifyError
-from autotp.run.communicator import Message
+from autotp.runtime.ops.communicator import Message
 from autotp.runtime.ops.library import OPS, Arguments
 
 __all__ = ["JOINT", "NAMESPACES", "Lockstep", "Tally", "run_jointly"]
