@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
-from autotp.capture.inputs import example_inputs, positions
 from autotp.capture.program import KEPT, WORDS, Program, broken_guard, named_leaves
 from autotp.errors import CaptureError, PlanError
 
