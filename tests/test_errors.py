@@ -52,7 +52,7 @@ def says(message: str, *parts: str) -> None:
 def test_tp_must_be_a_number_of_ranks(hand: Hand, call: Callable[..., object], tp: Any) -> None:
     message = message_of(PlanError, lambda: call(hand[0], tp, example_inputs=hand[1]))
 
-    says(message, "tp", repr(tp), "a whole number of ranks, 1 or more")
+    says(message, "tp", repr(tp), "must be the number of ranks, 1 or more")
 
 
 def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand) -> None:

@@ -79,7 +79,7 @@ def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
 
 
 def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
-    code = "from autotp import rulebook; from autotp.cost.machine import machine_names; "
+    code = "from autotp.oprules import rulebook; from autotp.cost.machine import machine_names; "
     code += "print(*machine_names(rulebook.root()))"
 
     assert "gloo h100" == _answer(installed, code)
