@@ -9,7 +9,7 @@ import autotp
 from autotp.errors import PlanError
 from autotp.records.plan import Pair, Plan
 from tests.models import build
-from tests.proven import proven
+from tests.proven import family, proven
 
 ONE = {"num_hidden_layers": 1}
 
@@ -34,8 +34,7 @@ def test_heads_are_shared_in_whole_units(
 ) -> None:
     """Such heads were refused, failed in a reshape, or gave wrong numbers (C000, C005, C013)."""
     heads = sizes.get("num_attention_heads", 8)
-    model, inputs = build(name, **ONE | {"hidden_size": 8 * heads} | sizes)
-    plan = proven(model, inputs, tp)
+    plan = family(name, **ONE | {"hidden_size": 8 * heads} | sizes).proven(tp)
     pair = pair_of(plan, "attention")
     backward = [c for c in plan.collectives if c.phase == "backward" and "layers.0" in c.where]
 
@@ -46,8 +45,7 @@ def test_heads_are_shared_in_whole_units(
 
 def test_copies_of_key_value_heads_are_summed_among_those_that_hold_them() -> None:
     """Training failed where ranks share key-value heads (C001)."""
-    model, inputs = build("llama", **ONE, num_key_value_heads=2)
-    plan = autotp.plan(model, 4, example_inputs=inputs, training=True)
+    plan = family("llama", **ONE, num_key_value_heads=2).plan(4)
     shards = plan.parameters["model.layers.0.self_attn.k_proj.weight"].shards
     bucket = [c for c in plan.collectives if c.group != "tp"]
 
@@ -59,12 +57,9 @@ def test_copies_of_key_value_heads_are_summed_among_those_that_hold_them() -> No
 @pytest.mark.parametrize("tp", [2, 3])
 def test_odd_head_counts_are_cut(tp: int) -> None:
     """Such head counts crashed (C007, C009)."""
-    model, inputs = build("gpt2", n_layer=1, n_head=5, n_embd=40)
+    plan = family("gpt2", n_layer=1, n_head=5, n_embd=40).proven(tp)
 
-    assert sorted(pair_of(proven(model, inputs, tp), "attention").local_sizes) in (
-        [2, 3],
-        [1, 2, 2],
-    )
+    assert {2: [2, 3], 3: [1, 2, 2]}[tp] == sorted(pair_of(plan, "attention").local_sizes)
 
 
 def test_too_few_heads_stay_whole_alone_and_the_plan_says_which_tp_would_do() -> None:

@@ -3,6 +3,7 @@
 C numbers are those of faults that users of tensor-parallel tools reported.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,11 +117,16 @@ class Packed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_a_table_of_all_layers_is_cut(tp: int) -> None:
-    """Such a table stayed on every rank (C046)."""
+@pytest.fixture(scope="module")
+def packed() -> Captured:
     torch.manual_seed(0)
-    plan = proven(Packed(), {"ids": torch.randint(0, 30, (2, 7))}, tp)
+    return Captured(Packed(), {"ids": torch.randint(0, 30, (2, 7))})
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_table_of_all_layers_is_cut(packed: Captured, tp: int) -> None:
+    """Such a table stayed on every rank (C046)."""
+    plan = packed.proven(tp)
 
     assert plan.parameters["packed"].dim is not None
     assert 0.07 > plan.replicated_fraction
@@ -142,6 +148,13 @@ class Tables(MLP):
         return functional.linear(x + self.body(x), self.words.weight)
 
 
+@cache
+def tables(places: int) -> Captured:
+    model = Tables(places)
+    randomize(model, 0)
+    return Captured(model, {"ids": torch.randint(0, 64, (2, 12))})
+
+
 @pytest.mark.parametrize("tp", [3, 4])
 @pytest.mark.parametrize("places", [16, 18])
 def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> None:
@@ -149,9 +162,7 @@ def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> 
         3: "it is in no pair, and tp 3 divides none of its axes (2, 32)",
         4: "it is in no pair: along dim 1 (32): aten.add.Tensor at add (",
     }
-    model = Tables(places)
-    randomize(model, 0)
-    plan = proven(model, {"ids": torch.randint(0, 64, (2, 12))}, tp)
+    plan = tables(places).proven(tp)
 
     assert plan.parameters["kinds.weight"].dim is None
     assert plan.parameters["kinds.weight"].reason.startswith(reasons[tp])

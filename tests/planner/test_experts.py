@@ -4,7 +4,8 @@ Hand-written mixtures meet the forms in which experts are written, and libraries
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autotp.records.plan import Plan
 from autotp.verification.simulate import simulate
 from tests import zoo
 from tests.models import build
+from tests.proven import Captured, of_zoo
 from tests.spmd.beside import joined_over
 
 HIDDEN, FFN, TOKENS = 16, 24, 10
@@ -106,12 +108,15 @@ def proved(
     model: nn.Module, inputs: Mapping[str, Any], tp: int, overrides: Mapping[str, str]
 ) -> tuple[Plan, list[Evidence]]:
     """The plan for training, and the evidence of both modes."""
-    plan = autotp.plan(model, tp=tp, training=True, example_inputs=inputs, overrides=overrides)
-    evidence = [
-        autotp.verify(model, tp=tp, training=t, example_inputs=inputs, overrides=overrides)
-        for t in (True, False)
-    ]
-    return plan, evidence
+    return both(
+        [Captured(model, inputs, training=t, overrides=overrides) for t in (True, False)], tp
+    )
+
+
+def both(modes: Iterable[Captured], tp: int) -> tuple[Plan, list[Evidence]]:
+    """The plan of the first mode, and the evidence of each."""
+    proofs = [captured.proof(tp) for captured in modes]
+    return proofs[0].plan, [proof.evidence for proof in proofs]
 
 
 def layouts(plan: Plan, *names: str) -> list[str]:
@@ -182,14 +187,21 @@ def test_what_all_rows_share_keeps_them_whole_in_training() -> None:
     assert 2 == sum(c.phase == "forward" for c in plan.collectives)
 
 
+@cache
+def by_expert(model_type: str) -> tuple[Captured, ...]:
+    """A model whose experts are handed out, trained and not."""
+    model, inputs = zoo.build(model_type, "causal-lm")
+    modes = (True, False)
+    return tuple(Captured(model, inputs, training=t, overrides=BY_EXPERT) for t in modes)
+
+
 @pytest.mark.parametrize(
     ("model_type", "tp"),
     [("mixtral", 4), ("qwen3_moe", 2), ("gpt_oss", 3), ("gpt_oss", 4), ("deepseek_v3", 2)],
 )
 def test_experts_of_a_library_are_handed_out(model_type: str, tp: int) -> None:
-    model, inputs = zoo.build(model_type, "causal-lm")
-    by_cost = autotp.plan(model, tp=tp, training=True, example_inputs=inputs)
-    plan, evidence = proved(model, inputs, tp, BY_EXPERT)
+    by_cost = of_zoo(model_type).plan(tp)
+    plan, evidence = both(by_expert(model_type), tp)
 
     assert all(one.ok for one in evidence), evidence
     found = [r for n, r in plan.parameters.items() if n.endswith(("gate_up_proj", "down_proj"))]
@@ -265,9 +277,15 @@ class Listed(nn.Module):
         return x + out.view(x.shape)
 
 
+@pytest.fixture(scope="module")
+def listed() -> list[Captured]:
+    model = drawn(Listed())
+    return [Captured(model, tokens(), training=training) for training in (True, False)]
+
+
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_list_of_experts_is_cut_along_their_hidden_axis(tp: int) -> None:
-    plan, evidence = proved(drawn(Listed()), tokens(), tp, {})
+def test_a_list_of_experts_is_cut_along_their_hidden_axis(listed: list[Captured], tp: int) -> None:
+    plan, evidence = both(listed, tp)
 
     assert all(one.ok for one in evidence), evidence
     assert [*["column"] * 8, *["row", "replicated"] * 4] == [
