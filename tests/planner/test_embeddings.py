@@ -76,6 +76,7 @@ def tied() -> Captured:
     return Captured(*build("llama", num_hidden_layers=1, tie_word_embeddings=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_tied_model_keeps_its_keys(tied: Captured, tp: int) -> None:
     """A tied head was saved twice (C043)."""
@@ -89,6 +90,7 @@ def test_a_tied_model_keeps_its_keys(tied: Captured, tp: int) -> None:
         assert rank.get_parameter("lm_head.weight") is rank.get_parameter(record.name)
 
 
+@pytest.mark.slow
 def test_a_file_without_the_head_gives_the_tied_one(tied: Captured, tmp_path: Path) -> None:
     """A tied head was loaded wrongly (C045)."""
     cast("Any", tied.model).save_pretrained(tmp_path)
@@ -198,6 +200,7 @@ def test_a_table_is_cut_whether_its_input_is_given_or_not() -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_odd_vocabulary_is_cut_over_any_tp() -> None:
     """Vocabularies that the ranks do not divide could not be split (C042)."""
     model, inputs = build("gpt2", n_layer=1, vocab_size=2 * 251)

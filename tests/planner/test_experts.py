@@ -126,6 +126,7 @@ def layouts(plan: Plan, *names: str) -> list[str]:
 # ── all experts for all tokens ───────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "experts"), [(2, 4), (4, 6)])
 @pytest.mark.parametrize("form", ["bmm", "baddbmm", "einsum", "matmul"])
 def test_dense_experts_are_handed_out(form: str, tp: int, experts: int) -> None:
@@ -142,6 +143,7 @@ def test_dense_experts_are_handed_out(form: str, tp: int, experts: int) -> None:
 # ── tokens sorted by expert ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "tp", "dead"), [(4, 2, ()), (6, 4, ()), (4, 3, (1,)), (4, 2, (2, 3))]
 )
@@ -160,6 +162,7 @@ def test_sorted_experts_are_handed_out_with_their_biases(
     assert {"router.weight", "router.bias", "up", "down_bias"} <= set(evidence[0].gradients)
 
 
+@pytest.mark.slow
 def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
     model = drawn(Sorted(4, dead=(2, 3)))
     options: dict[str, Any] = {"training": True, "overrides": {"up": "expert", "down": "expert"}}
@@ -177,6 +180,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
         assert not gradients[1].any()
 
 
+@pytest.mark.slow
 def test_what_all_rows_share_keeps_them_whole_in_training() -> None:
     """Rows of others mean nothing: they must not reach the gradient of a scale between products."""
     overrides = {"up": "expert", "down": "expert"}
@@ -195,6 +199,7 @@ def by_expert(model_type: str) -> tuple[Captured, ...]:
     return tuple(Captured(model, inputs, training=t, overrides=BY_EXPERT) for t in modes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "tp"),
     [("mixtral", 4), ("qwen3_moe", 2), ("gpt_oss", 3), ("gpt_oss", 4), ("deepseek_v3", 2)],
@@ -212,6 +217,7 @@ def test_experts_of_a_library_are_handed_out(model_type: str, tp: int) -> None:
     assert len(by_cost.collectives) == len(plan.collectives)
 
 
+@pytest.mark.slow
 def test_three_steps_of_an_optimizer_end_where_the_whole_model_does() -> None:
     """In float64: the optimizer divides a gradient by its own size, which magnifies rounding."""
     model, inputs = drawn(Sorted(4)).double(), {"x": tokens()["x"].double()}
@@ -236,6 +242,7 @@ def test_three_steps_of_an_optimizer_end_where_the_whole_model_does() -> None:
 # ── more ranks than experts, words ───────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_more_ranks_than_experts_cut_each_of_them_and_the_plan_says_so() -> None:
     model, inputs = build("mixtral", num_hidden_layers=1)
     plan = autotp.plan(model, tp=8, training=True, example_inputs=inputs)
@@ -247,6 +254,7 @@ def test_more_ranks_than_experts_cut_each_of_them_and_the_plan_says_so() -> None
         autotp.plan(model, tp=8, example_inputs=inputs, overrides=BY_EXPERT)
 
 
+@pytest.mark.slow
 def test_a_router_is_no_expert() -> None:
     with pytest.raises(PlanError, match="asks for layout 'expert', which router.weight"):
         autotp.plan(
@@ -283,6 +291,7 @@ def listed() -> list[Captured]:
     return [Captured(model, tokens(), training=training) for training in (True, False)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_list_of_experts_is_cut_along_their_hidden_axis(listed: list[Captured], tp: int) -> None:
     plan, evidence = both(listed, tp)

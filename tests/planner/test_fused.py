@@ -60,6 +60,7 @@ class Attention(FusedAttention):
         return (y, fused) if self.shows else y
 
 
+@pytest.mark.slow
 def test_layouts_of_one_attention_are_each_cut_right() -> None:
     """Three layouts were treated alike, and the numbers were wrong (C014)."""
     inputs = vectors(2, 5, HIDDEN)
@@ -221,6 +222,7 @@ def test_attention_and_mlp_in_one_projection_are_both_cut(parallel: Captured, tp
     assert 1 == sum(c.phase == "forward" for c in plan.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [3, 8])
 def test_a_fused_weight_in_four_blocks(tp: int) -> None:
     """More than four ranks failed in a reshape (C012)."""

@@ -83,6 +83,7 @@ def test_a_reader_without_gradients_takes_what_splitting_readers_take() -> None:
     } == evidence.collectives_seen
 
 
+@pytest.mark.slow
 def test_what_an_override_keeps_whole_keeps_its_sizes() -> None:
     """Attention whole beside a split MLP: its code has the sizes of the whole model (C018)."""
     model, inputs = build("phi3", num_hidden_layers=1)
@@ -107,6 +108,7 @@ def sizes_in(code: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_plans_in_a_configuration_are_not_read() -> None:
     """Words of another library's plan, known or not, mean nothing here (C039)."""
     model, inputs = build("llama", num_hidden_layers=1)

@@ -58,6 +58,7 @@ class Pooled(MLP):
         return functional.max_pool1d(channels, 2).transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Padded, Viewed, Scanned, Pooled])
 def test_what_is_done_to_the_inner_values_leaves_the_pair_split(kind: type[MLP]) -> None:
     plan = large(kind(), 2, 6, 16).proven(2)
@@ -92,6 +93,7 @@ class Residual(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
+@pytest.mark.slow
 def test_a_residual_whose_norms_are_sums_is_still_no_pair() -> None:
     plan = large(Residual(), 2, 6, 16).proven(2)
 
@@ -136,6 +138,7 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_chain_of_products_is_cut_in_pairs() -> None:
     plan = large(Chain(), 2, 6, 16).proven(2)
 
@@ -185,6 +188,7 @@ class Reread(nn.Module):
         return self.out((weights @ value).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 def test_heads_that_a_view_mixes_with_positions_are_no_positions() -> None:
     plan = large(Reread(), 2, 6, 16).proven(2)
 
@@ -216,6 +220,7 @@ def channels() -> Captured:
     return large(Stack(Channels(), Channels()), 2, 6, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_groups_of_channels_are_cut_where_each_has_fewer_heads_than_ranks(
     channels: Captured, tp: int
@@ -298,6 +303,7 @@ class FullAttention(LinearAttention):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds_are_both_cut() -> None:
     """Layers of the second kind were missing in a plan by hand (C028)."""
     torch.manual_seed(0)
@@ -336,6 +342,7 @@ def raw() -> Captured:
     return Captured(Stack(Raw(), Raw()), vectors(2, 5, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_class_that_nobody_knows_is_cut(raw: Captured, tp: int) -> None:
     """Tools refused classes outside of their lists (C058, C102)."""
@@ -345,6 +352,7 @@ def test_a_class_that_nobody_knows_is_cut(raw: Captured, tp: int) -> None:
     assert 4 == sum(c.phase == "forward" for c in plan.collectives)
 
 
+@pytest.mark.slow
 def test_a_norm_over_all_heads_costs_one_small_sum() -> None:
     """Queries and keys are normed by the sum of their squares over the ranks: no gather (C059).
 
@@ -366,6 +374,7 @@ def test_a_norm_over_all_heads_costs_one_small_sum() -> None:
     ] == moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "sums"), [(True, 1), (False, 2)])
 def test_parallel_and_sequential_blocks_are_told_apart(parallel: bool, sums: int) -> None:
     """A heuristic picked the wrong layers in parallel blocks (C100)."""

@@ -35,6 +35,7 @@ def solved_or_forbidden(problem: Problem, table_limit: int) -> Solution | None:
         return None
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=200)
 @given(problems())
 def test_elimination_equals_enumeration(problem: Problem) -> None:
@@ -57,6 +58,7 @@ def test_elimination_equals_highs_on_another_formulation(problem: Problem) -> No
     assert solution is None or best == solution.cost
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(problems())
 def test_fallback_equals_enumeration_where_costs_are_small(problem: Problem) -> None:

@@ -35,6 +35,7 @@ def test_every_row_has_samples_and_every_sample_a_row() -> None:
     assert set(RULES.rows) == set(SAMPLES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", sorted(RULES.rows))
 def test_shards_joined_by_placement_are_the_whole(op: str) -> None:
     assert [] == broken(op, SAMPLES[op], RULES)
