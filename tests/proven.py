@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 from autotp.verification import prove
+from tests import zoo
+from tests.models import build
 
-__all__ = ["Captured", "proven"]
+__all__ = ["Captured", "Proof", "family", "of_zoo", "proven"]
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,26 @@ class Captured:
         )
         return Proof(made.plan, ranks, evidence)
 
+    def proven(self, tp: int) -> Plan:
+        """The plan, whose ranks equal the whole model."""
+        proof = self.proof(tp)
+
+        assert proof.evidence.ok, (proof.evidence.first_divergence, proof.evidence.notes)
+        return proof.plan
+
+
+@cache
+def family(name: str, *, training: bool = True, **sizes: int) -> Captured:
+    """A model of `tests.models` in these sizes, captured once for all tests of a process."""
+    return Captured(*build(name, **sizes), training=training)
+
+
+@cache
+def of_zoo(model_type: str, task: str = "causal-lm", **options: bool) -> Captured:
+    """A model of `tests.zoo`, captured once for all tests of a process."""
+    return Captured(*zoo.build(model_type, task), **options)
+
 
 def proven(model: nn.Module, inputs: Mapping[str, Any], tp: int, **options: Any) -> Plan:
     """The plan, whose model equals the whole one, gradients included."""
-    proof = Captured(model, inputs, **options).proof(tp)
-
-    assert proof.evidence.ok, (proof.evidence.first_divergence, proof.evidence.notes)
-    return proof.plan
+    return Captured(model, inputs, **options).proven(tp)

@@ -115,6 +115,7 @@ def test_a_class_outside_the_library_is_cut_and_right(tp: int) -> None:
     assert 0.05 > plan.replicated_fraction
 
 
+@pytest.mark.slow
 def test_what_is_sharded_says_so() -> None:
     """Models ran unsharded, and nothing said so (C034)."""
     model, inputs = build(models.HAND)
@@ -128,6 +129,7 @@ def test_what_is_sharded_says_so() -> None:
     }
 
 
+@pytest.mark.slow
 def test_every_weight_has_its_layout_in_the_plan() -> None:
     """Plans told of some layers alone (C036)."""
     model, inputs = build(models.HAND)

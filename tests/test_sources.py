@@ -6,6 +6,8 @@ C numbers are those of faults that users of tensor-parallel tools reported.
 import ast
 from pathlib import Path
 
+import pytest
+
 SOURCES = sorted((Path(__file__).parents[1] / "autotp").rglob("*.py"))
 
 
@@ -19,6 +21,7 @@ def names_in(path: Path) -> set[str]:
     return found | {n.value for n in texts if isinstance(n.value, str)}
 
 
+@pytest.mark.slow
 def test_no_version_is_compared() -> None:
     """What is there is tried; no number decides. A message may name a version (C103)."""
     words = {"version_info", "TorchVersion", "packaging", "parse_version"}
@@ -35,6 +38,7 @@ def compares(path: Path, word: str) -> bool:
     return any(isinstance(part, ast.Attribute) and word == part.attr for part in parts)
 
 
+@pytest.mark.slow
 def test_attributes_that_a_library_removed_are_not_asked_for() -> None:
     """Numbers of heads, sizes of heads: all of that is read from the graph (C105)."""
     words = {f"{kind}{what}" for kind in ("num_", "n_") for what in ("heads", "head", "kv_heads")}

@@ -308,6 +308,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fused_layouts_print_as_they_are_written(layout: str) -> None:
     (model, overrides, name, dim), names, expected = LAYOUTS[layout]
@@ -330,6 +331,7 @@ class OneKeyForAll(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 def test_one_key_for_all_heads_prints_as_it_is_written() -> None:
     found = analysed(OneKeyForAll(), {"x": torch.randn(2, 5, 96)})
 

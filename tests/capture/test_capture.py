@@ -72,6 +72,7 @@ ONE_LAYER = {
 """Enough where the number of layers has another name."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in models.names() if n != models.HAND])
 def test_equals_the_model_with_left_padding_at_other_sizes(name: str) -> None:
     model, inputs = models.build(name, **ONE_LAYER.get(name, {"num_hidden_layers": 1}))
@@ -86,9 +87,10 @@ def test_equals_the_model_with_left_padding_at_other_sizes(name: str) -> None:
     assert_runs_at(model, program, inputs, shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_equals_the_model_with_eager_attention_and_labels(name: str) -> None:
-    model, inputs = models.build(name, attn="eager")
+    model, inputs = models.build(name, attn="eager", **ONE_LAYER[name])
     labels = inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
     program = capture(model, inputs | {"labels": labels})
     call = sized(inputs, 3, 7)
@@ -109,6 +111,7 @@ def test_a_hand_written_gpt(fused: bool) -> None:
     assert_runs_at(model, program, inputs)
 
 
+@pytest.mark.slow
 def test_names_do_not_matter() -> None:
     rename = (("query", "frage"), ("down", "wo"), ("blocks", "h"), ("attention", "mixer"))
     plain, inputs = models.build("hand")
@@ -117,8 +120,9 @@ def test_names_do_not_matter() -> None:
     assert targets(capture(plain, inputs)) == targets(capture(renamed, inputs))
 
 
+@pytest.mark.slow
 def test_embeddings_as_inputs() -> None:
-    model, _ = models.build("llama")
+    model, _ = models.build("llama", num_hidden_layers=1)
     embeds = torch.randn(2, 12, models.HIDDEN)
     program = capture(model, {"inputs_embeds": embeds, "use_cache": False})
 
@@ -126,8 +130,9 @@ def test_embeddings_as_inputs() -> None:
     assert_runs_at(model, program, {"inputs_embeds": embeds, "use_cache": False})
 
 
+@pytest.mark.slow
 def test_a_mask_of_rank_four() -> None:
-    model, inputs = models.build("llama")
+    model, inputs = models.build("llama", num_hidden_layers=1)
     inputs["attention_mask"] = torch.tril(torch.ones(12, 12, dtype=torch.bool)).expand(2, 1, 12, 12)
     program = capture(model, inputs)
     call = sized(inputs, 2, 5) | {"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}
@@ -138,6 +143,7 @@ def test_a_mask_of_rank_four() -> None:
     assert_same(expected, actual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_training_graphs_drop_out_and_differentiate_like_the_model(name: str) -> None:
     model, inputs = models.build(name, **ONE_LAYER[name])
@@ -158,14 +164,16 @@ def test_training_graphs_drop_out_and_differentiate_like_the_model(name: str) ->
     assert_same(expected, actual)
 
 
+@pytest.mark.slow
 def test_no_dropout_in_eval() -> None:
-    model, inputs = models.build("gpt2")
+    model, inputs = models.build("gpt2", n_layer=1)
     program = capture(model, inputs)
 
     assert not program.training
     assert "aten.dropout.default" not in targets(program)
 
 
+@pytest.mark.slow
 def test_graphs_are_clean_and_keep_what_later_stages_read() -> None:
     model, inputs = models.build("llama")
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -183,10 +191,11 @@ def test_graphs_are_clean_and_keep_what_later_stages_read() -> None:
     assert all(n.meta["nn_module_stack"] and n.meta["stack_trace"] for n in linears)
 
 
+@pytest.mark.slow
 def test_meta_models_give_the_same_graph_that_runs_after_retarget() -> None:
-    model, inputs = models.build("llama")
+    model, inputs = models.build("llama", num_hidden_layers=1)
     expected = capture(model, inputs)
-    whole, _ = models.build("llama")
+    whole, _ = models.build("llama", num_hidden_layers=1)
     program = capture(model.to("meta"), {n: _on_meta(v) for n, v in inputs.items()})
     retarget(program.graph, torch.device("cpu"))
 
@@ -199,8 +208,9 @@ def _on_meta(value: Any) -> Any:
     return value.to("meta") if torch.is_tensor(value) else value
 
 
+@pytest.mark.slow
 def test_tied_parameters_go_by_their_first_name() -> None:
-    model, inputs = models.build("gpt2")
+    model, inputs = models.build("gpt2", n_layer=1)
     program = capture(model, inputs)
     attributes = {n.target for n in program.graph.nodes if n.op == "get_attr"}
 
@@ -209,8 +219,9 @@ def test_tied_parameters_go_by_their_first_name() -> None:
     assert "lm_head.weight" not in attributes
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was() -> None:
-    model, inputs = models.build("mixtral")
+    model, inputs = models.build("mixtral", num_hidden_layers=1)
     model.train()
 
     def state() -> dict[str, Any]:
@@ -396,6 +407,7 @@ def test_what_torch_logs_of_a_failure_is_seen_only_on_demand(
     assert [False, True, True] == said
 
 
+@pytest.mark.slow
 def test_needs_no_transformers() -> None:
     code = "import sys, autotp.capture.capture; print('transformers' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -30,6 +30,7 @@ class Rounded(MLP):
         return self.down(Straight.apply(self.up(x)))
 
 
+@pytest.mark.slow
 def test_a_backward_written_by_hand_is_kept() -> None:
     model, inputs = Rounded(24, 48), {"x": batch()}
     evidence = autotp.verify(model, 2, example_inputs=inputs, training=True)
@@ -150,6 +151,7 @@ def test_a_function_that_cannot_run_twice_is_refused(function: Any, reason: str)
         autotp.plan(Applying(24, 48), 2, example_inputs={"x": batch()}, training=True)
 
 
+@pytest.mark.slow
 def test_a_function_of_several_tensors_keeps_its_backward() -> None:
     model, inputs = Gated(24, 48), {"x": 3 * batch()}
     sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)

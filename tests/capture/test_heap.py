@@ -2,6 +2,7 @@
 
 import linecache
 
+import pytest
 import torch
 from torch import fx, nn
 from torch.fx import graph_module
@@ -23,6 +24,7 @@ def test_sources_of_graph_modules_that_are_gone_are_dropped() -> None:
     assert "def forward" in "".join(linecache.getlines(names[0]))
 
 
+@pytest.mark.slow
 def test_layers_that_are_alike_hold_one_description_of_their_values() -> None:
     sharded = autotp.parallelize(build("llama", num_hidden_layers=3)[0], tp=1)
     variant = next(iter(sharded.variants.values()))

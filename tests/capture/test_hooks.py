@@ -24,6 +24,7 @@ def doubled_in_place(_: nn.Module, __: Any, output: Tensor) -> None:
     output.mul_(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["", "layers.0", "layers.1.up"])
 @pytest.mark.parametrize("hook", [doubled, doubled_before, doubled_in_place])
 def test_a_forward_hook_works_once(path: str, hook: Callable[..., Any]) -> None:

@@ -185,6 +185,7 @@ class Mapped(MLP):
         return x * seen.sum(-1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_value_inside_vmap_is_no_obstacle_to_writing_in_place() -> None:
     evidence = autotp.verify(Mapped(), 2, example_inputs=vectors(2, 6, 16), training=True)
 

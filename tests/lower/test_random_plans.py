@@ -22,6 +22,7 @@ THREES = [(3, True), (3, False)]
 """In sizes that 3 divides, with eager attention and labels."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_random_plans_equal_the_whole_model(name: str) -> None:
     cases = [Case(name, tp, training, seed) for seed, (tp, training) in enumerate(TWOS)]
@@ -32,6 +33,7 @@ def test_random_plans_equal_the_whole_model(name: str) -> None:
     assert sum(o.split for o in found) > 0.2 * len(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bloom", "gpt_neox", "mixtral"])
 def test_random_plans_over_three_ranks_equal_the_whole_model(name: str) -> None:
     cases = [Case(name, tp, training, seed) for seed, (tp, training) in enumerate(THREES)]
@@ -95,6 +97,7 @@ def test_a_contracted_dim_is_split_along_an_axis_that_every_segment_has() -> Non
     assert (PARTIAL,) == found[0].results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp", "sizes"),
     [("llama", 4, {"num_key_value_heads": 2}), ("bloom", 3, {}), ("mixtral", 3, {})],

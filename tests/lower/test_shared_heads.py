@@ -94,6 +94,7 @@ def test_on_a_gpu_only_attentions_without_a_mask_share() -> None:
     assert torch.equal(run(graph, plain), run(with_shared_heads(graph, GPU), plain))
 
 
+@pytest.mark.slow
 def test_a_model_shares_heads_unless_it_trains() -> None:
     model, _ = build("llama")
     ids = torch.randint(3, 500, (2, 5))

@@ -183,6 +183,7 @@ def found(graph: torch.fx.Graph) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mask_goes_where_it_is_proven(kind: str) -> None:
     make, given, says, conditions = KINDS[kind]
@@ -194,6 +195,7 @@ def test_a_mask_goes_where_it_is_proven(kind: str) -> None:
     assert (["kept"] if conditions else [says]) == found(graphs[0].graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [150, 200, 201, 260])
 def test_a_window_is_kept_where_it_hides(length: int) -> None:
     torch.manual_seed(0)
@@ -206,6 +208,7 @@ def test_a_window_is_kept_where_it_hides(length: int) -> None:
     assert int(length <= 200) == variant.granted({"x": x})
 
 
+@pytest.mark.slow
 def test_padding_is_seen_call_by_call() -> None:
     model, inputs = build("llama", num_hidden_layers=1)
     ids = inputs["input_ids"]
@@ -224,6 +227,7 @@ def test_padding_is_seen_call_by_call() -> None:
         assert shorter == variant.granted(given)
 
 
+@pytest.mark.slow
 def test_calls_of_a_prompt_and_of_new_words_make_no_masks() -> None:
     model, inputs = build("llama", num_hidden_layers=1)
     ids = inputs["input_ids"]

@@ -203,6 +203,7 @@ def test_trying_leaves_random_numbers_as_they_are_and_finds_the_same_again() -> 
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_an_op_is_tried_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = Block(), {"x": torch.randn(2, 5, 32)}
     autotp.plan(model, 2, example_inputs=inputs, training=True)

@@ -166,6 +166,7 @@ def test_a_late_view_refines_the_weight_before_it() -> None:
     assert str(WIDTH) == found.forest.text(dims[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", models.names())
 def test_every_op_of_the_models_has_a_rule(name: str) -> None:
     assert [] == [str(node.target) for node in family(name).analysis.unruled]
@@ -193,6 +194,7 @@ def test_the_residual_is_one_axis_through_all_layers() -> None:
     assert found.same("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", (1, 0))
 
 
+@pytest.mark.slow
 def test_an_analysis_takes_one_pass_and_few_atoms() -> None:
     """A layer more adds a layer's atoms: the forest grows with the nodes, not with their square."""
     atoms = [len(family("llama", num_hidden_layers=n).analysis.forest.atoms) for n in (1, 2, 3)]

@@ -60,6 +60,7 @@ def test_one_rank_agrees_with_itself() -> None:
     assert () == plan(1, training=True).differing
 
 
+@pytest.mark.slow
 def test_the_plan_prints_them_and_keeps_them_in_json() -> None:
     made = plan(2, training=True)
     section = text(made, 160).partition("Results that ranks may disagree on\n")[2]

@@ -3,6 +3,7 @@
 C numbers are those of faults that users of tensor-parallel tools reported.
 """
 
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -75,6 +76,7 @@ def tied() -> Captured:
     return Captured(*build("llama", num_hidden_layers=1, tie_word_embeddings=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3])
 def test_a_tied_model_keeps_its_keys(tied: Captured, tp: int) -> None:
     """A tied head was saved twice (C043)."""
@@ -88,6 +90,7 @@ def test_a_tied_model_keeps_its_keys(tied: Captured, tp: int) -> None:
         assert rank.get_parameter("lm_head.weight") is rank.get_parameter(record.name)
 
 
+@pytest.mark.slow
 def test_a_file_without_the_head_gives_the_tied_one(tied: Captured, tmp_path: Path) -> None:
     """A tied head was loaded wrongly (C045)."""
     cast("Any", tied.model).save_pretrained(tmp_path)
@@ -116,11 +119,16 @@ class Packed(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_a_table_of_all_layers_is_cut(tp: int) -> None:
-    """Such a table stayed on every rank (C046)."""
+@pytest.fixture(scope="module")
+def packed() -> Captured:
     torch.manual_seed(0)
-    plan = proven(Packed(), {"ids": torch.randint(0, 30, (2, 7))}, tp)
+    return Captured(Packed(), {"ids": torch.randint(0, 30, (2, 7))})
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_table_of_all_layers_is_cut(packed: Captured, tp: int) -> None:
+    """Such a table stayed on every rank (C046)."""
+    plan = packed.proven(tp)
 
     assert plan.parameters["packed"].dim is not None
     assert 0.07 > plan.replicated_fraction
@@ -142,6 +150,13 @@ class Tables(MLP):
         return functional.linear(x + self.body(x), self.words.weight)
 
 
+@cache
+def tables(places: int) -> Captured:
+    model = Tables(places)
+    randomize(model, 0)
+    return Captured(model, {"ids": torch.randint(0, 64, (2, 12))})
+
+
 @pytest.mark.parametrize("tp", [3, 4])
 @pytest.mark.parametrize("places", [16, 18])
 def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> None:
@@ -149,9 +164,7 @@ def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> 
         3: "it is in no pair, and tp 3 divides none of its axes (2, 32)",
         4: "it is in no pair: along dim 1 (32): aten.add.Tensor at add (",
     }
-    model = Tables(places)
-    randomize(model, 0)
-    plan = proven(model, {"ids": torch.randint(0, 64, (2, 12))}, tp)
+    plan = tables(places).proven(tp)
 
     assert plan.parameters["kinds.weight"].dim is None
     assert plan.parameters["kinds.weight"].reason.startswith(reasons[tp])
@@ -187,6 +200,7 @@ def test_a_table_is_cut_whether_its_input_is_given_or_not() -> None:
         )
 
 
+@pytest.mark.slow
 def test_an_odd_vocabulary_is_cut_over_any_tp() -> None:
     """Vocabularies that the ranks do not divide could not be split (C042)."""
     model, inputs = build("gpt2", n_layer=1, vocab_size=2 * 251)

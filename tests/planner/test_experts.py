@@ -4,7 +4,8 @@ Hand-written mixtures meet the forms in which experts are written, and libraries
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from autotp.records.plan import Plan
 from autotp.verification.simulate import simulate
 from tests import zoo
 from tests.models import build
+from tests.proven import Captured, of_zoo
 from tests.spmd.beside import joined_over
 
 HIDDEN, FFN, TOKENS = 16, 24, 10
@@ -106,12 +108,15 @@ def proved(
     model: nn.Module, inputs: Mapping[str, Any], tp: int, overrides: Mapping[str, str]
 ) -> tuple[Plan, list[Evidence]]:
     """The plan for training, and the evidence of both modes."""
-    plan = autotp.plan(model, tp=tp, training=True, example_inputs=inputs, overrides=overrides)
-    evidence = [
-        autotp.verify(model, tp=tp, training=t, example_inputs=inputs, overrides=overrides)
-        for t in (True, False)
-    ]
-    return plan, evidence
+    return both(
+        [Captured(model, inputs, training=t, overrides=overrides) for t in (True, False)], tp
+    )
+
+
+def both(modes: Iterable[Captured], tp: int) -> tuple[Plan, list[Evidence]]:
+    """The plan of the first mode, and the evidence of each."""
+    proofs = [captured.proof(tp) for captured in modes]
+    return proofs[0].plan, [proof.evidence for proof in proofs]
 
 
 def layouts(plan: Plan, *names: str) -> list[str]:
@@ -121,6 +126,7 @@ def layouts(plan: Plan, *names: str) -> list[str]:
 # ── all experts for all tokens ───────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "experts"), [(2, 4), (4, 6)])
 @pytest.mark.parametrize("form", ["bmm", "baddbmm", "einsum", "matmul"])
 def test_dense_experts_are_handed_out(form: str, tp: int, experts: int) -> None:
@@ -137,6 +143,7 @@ def test_dense_experts_are_handed_out(form: str, tp: int, experts: int) -> None:
 # ── tokens sorted by expert ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("experts", "tp", "dead"), [(4, 2, ()), (6, 4, ()), (4, 3, (1,)), (4, 2, (2, 3))]
 )
@@ -155,6 +162,7 @@ def test_sorted_experts_are_handed_out_with_their_biases(
     assert {"router.weight", "router.bias", "up", "down_bias"} <= set(evidence[0].gradients)
 
 
+@pytest.mark.slow
 def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
     model = drawn(Sorted(4, dead=(2, 3)))
     options: dict[str, Any] = {"training": True, "overrides": {"up": "expert", "down": "expert"}}
@@ -172,6 +180,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
         assert not gradients[1].any()
 
 
+@pytest.mark.slow
 def test_what_all_rows_share_keeps_them_whole_in_training() -> None:
     """Rows of others mean nothing: they must not reach the gradient of a scale between products."""
     overrides = {"up": "expert", "down": "expert"}
@@ -182,14 +191,22 @@ def test_what_all_rows_share_keeps_them_whole_in_training() -> None:
     assert 2 == sum(c.phase == "forward" for c in plan.collectives)
 
 
+@cache
+def by_expert(model_type: str) -> tuple[Captured, ...]:
+    """A model whose experts are handed out, trained and not."""
+    model, inputs = zoo.build(model_type, "causal-lm")
+    modes = (True, False)
+    return tuple(Captured(model, inputs, training=t, overrides=BY_EXPERT) for t in modes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "tp"),
     [("mixtral", 4), ("qwen3_moe", 2), ("gpt_oss", 3), ("gpt_oss", 4), ("deepseek_v3", 2)],
 )
 def test_experts_of_a_library_are_handed_out(model_type: str, tp: int) -> None:
-    model, inputs = zoo.build(model_type, "causal-lm")
-    by_cost = autotp.plan(model, tp=tp, training=True, example_inputs=inputs)
-    plan, evidence = proved(model, inputs, tp, BY_EXPERT)
+    by_cost = of_zoo(model_type).plan(tp)
+    plan, evidence = both(by_expert(model_type), tp)
 
     assert all(one.ok for one in evidence), evidence
     found = [r for n, r in plan.parameters.items() if n.endswith(("gate_up_proj", "down_proj"))]
@@ -200,6 +217,7 @@ def test_experts_of_a_library_are_handed_out(model_type: str, tp: int) -> None:
     assert len(by_cost.collectives) == len(plan.collectives)
 
 
+@pytest.mark.slow
 def test_three_steps_of_an_optimizer_end_where_the_whole_model_does() -> None:
     """In float64: the optimizer divides a gradient by its own size, which magnifies rounding."""
     model, inputs = drawn(Sorted(4)).double(), {"x": tokens()["x"].double()}
@@ -224,6 +242,7 @@ def test_three_steps_of_an_optimizer_end_where_the_whole_model_does() -> None:
 # ── more ranks than experts, words ───────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_more_ranks_than_experts_cut_each_of_them_and_the_plan_says_so() -> None:
     model, inputs = build("mixtral", num_hidden_layers=1)
     plan = autotp.plan(model, tp=8, training=True, example_inputs=inputs)
@@ -235,6 +254,7 @@ def test_more_ranks_than_experts_cut_each_of_them_and_the_plan_says_so() -> None
         autotp.plan(model, tp=8, example_inputs=inputs, overrides=BY_EXPERT)
 
 
+@pytest.mark.slow
 def test_a_router_is_no_expert() -> None:
     with pytest.raises(PlanError, match="asks for layout 'expert', which router.weight"):
         autotp.plan(
@@ -265,9 +285,16 @@ class Listed(nn.Module):
         return x + out.view(x.shape)
 
 
+@pytest.fixture(scope="module")
+def listed() -> list[Captured]:
+    model = drawn(Listed())
+    return [Captured(model, tokens(), training=training) for training in (True, False)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3])
-def test_a_list_of_experts_is_cut_along_their_hidden_axis(tp: int) -> None:
-    plan, evidence = proved(drawn(Listed()), tokens(), tp, {})
+def test_a_list_of_experts_is_cut_along_their_hidden_axis(listed: list[Captured], tp: int) -> None:
+    plan, evidence = both(listed, tp)
 
     assert all(one.ok for one in evidence), evidence
     assert [*["column"] * 8, *["row", "replicated"] * 4] == [

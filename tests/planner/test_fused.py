@@ -4,6 +4,7 @@ C numbers are those of faults that users of tensor-parallel tools reported.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests import zoo
 from tests.models import randomize
-from tests.proven import Captured, proven
+from tests.proven import Captured, of_zoo, proven
 from tests.spmd.beside import joined_over
 from tests.toys import FusedAttention, vectors
 
@@ -60,6 +60,7 @@ class Attention(FusedAttention):
         return (y, fused) if self.shows else y
 
 
+@pytest.mark.slow
 def test_layouts_of_one_attention_are_each_cut_right() -> None:
     """Three layouts were treated alike, and the numbers were wrong (C014)."""
     inputs = vectors(2, 5, HIDDEN)
@@ -159,6 +160,12 @@ def multi_query(x: Tensor) -> list[Tensor]:
     return [p.unflatten(-1, (-1, 8)) for p in x.split([48, 8, 8], -1)]
 
 
+@cache
+def fused(layout: Callable[[Tensor], list[Tensor]], heads: int) -> Captured:
+    torch.manual_seed(0)
+    return Captured(FusedAttention(layout, 32, 64, 8 * heads), vectors(2, 5, 32))
+
+
 @pytest.mark.parametrize(
     ("layout", "heads", "tp", "whole"),
     [
@@ -176,8 +183,7 @@ def test_fused_layouts_are_told_by_dataflow(
     layout: Callable[[Tensor], list[Tensor]], heads: int, tp: int, whole: int
 ) -> None:
     """`whole`: the rows of the fused weight that every rank holds (C015, C019)."""
-    torch.manual_seed(0)
-    plan = proven(FusedAttention(layout, 32, 64, 8 * heads), vectors(2, 5, 32), tp)
+    plan = fused(layout, heads).proven(tp)
     record = plan.parameters["fused.weight"]
     held = [set(range(64)) - {r for a, b in s.ranges for r in range(a, b)} for s in record.shards]
 
@@ -200,23 +206,27 @@ class Parallel(nn.Module):
         return x + self.out(torch.cat([mixed, functional.gelu(up)], -1))
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_attention_and_mlp_in_one_projection_are_both_cut(tp: int) -> None:
-    """Such a projection needed a style of its own (C024)."""
+@pytest.fixture(scope="module")
+def parallel() -> Captured:
     torch.manual_seed(0)
-    plan = proven(Parallel(), {"x": torch.randn(2, 5, 32)}, tp)
+    return Captured(Parallel(), vectors(2, 5, 32))
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_attention_and_mlp_in_one_projection_are_both_cut(parallel: Captured, tp: int) -> None:
+    """Such a projection needed a style of its own (C024)."""
+    plan = parallel.proven(tp)
 
     assert ["column", "row"] == [plan.parameters[f"{n}.weight"].layout for n in ("into", "out")]
     assert 0.01 > plan.replicated_fraction
     assert 1 == sum(c.phase == "forward" for c in plan.collectives)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [3, 8])
 def test_a_fused_weight_in_four_blocks(tp: int) -> None:
     """More than four ranks failed in a reshape (C012)."""
-    model, inputs = zoo.build("codegen", "causal-lm")
-
-    assert 0.01 > proven(model, inputs, tp).replicated_fraction
+    assert 0.01 > of_zoo("codegen").proven(tp).replicated_fraction
 
 
 class Indexed(nn.Module):
@@ -235,11 +245,16 @@ class Indexed(nn.Module):
         return x + self.out((scores @ v).transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_segments_taken_by_a_list_of_numbers_are_segments(tp: int) -> None:
+@pytest.fixture(scope="module")
+def indexed() -> Captured:
     model = Indexed()
     randomize(model, 0)
-    plan = proven(model, {"x": torch.randn(2, 6, 32)}, tp)
+    return Captured(model, vectors(2, 6, 32))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_segments_taken_by_a_list_of_numbers_are_segments(indexed: Captured, tp: int) -> None:
+    plan = indexed.proven(tp)
 
     assert ["kv_heads*(heads_per_kv + 1 + 1)*8"] == [p.expression for p in plan.pairs]
     assert 0.05 > plan.replicated_fraction

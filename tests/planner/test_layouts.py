@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import autotp
 from tests.models import build, randomize
-from tests.proven import Captured, proven
+from tests.proven import Captured
 from tests.toys import MLP, batch, vectors
 
 
@@ -31,12 +31,18 @@ class Gathered(nn.Module):
         return x + self.close(torch.cat([x, one, two], -1))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_pieces_of_a_sum_that_no_layer_made_are_cut_beside_those_that_one_did(tp: int) -> None:
+@pytest.fixture(scope="module")
+def gathered() -> Captured:
     model = Gathered()
     randomize(model, 0)
-    x = torch.randn(2, 6, 16, requires_grad=True)
-    plan = proven(model, {"x": x}, tp)
+    return Captured(model, {"x": vectors(2, 6, 16)["x"].requires_grad_()})
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pieces_of_a_sum_that_no_layer_made_are_cut_beside_those_that_one_did(
+    gathered: Captured, tp: int
+) -> None:
+    plan = gathered.proven(tp)
     weight = plan.parameters["close.weight"]
 
     assert 1 == weight.dim
@@ -77,6 +83,7 @@ def test_a_reader_without_gradients_takes_what_splitting_readers_take() -> None:
     } == evidence.collectives_seen
 
 
+@pytest.mark.slow
 def test_what_an_override_keeps_whole_keeps_its_sizes() -> None:
     """Attention whole beside a split MLP: its code has the sizes of the whole model (C018)."""
     model, inputs = build("phi3", num_hidden_layers=1)
@@ -101,6 +108,7 @@ def sizes_in(code: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_plans_in_a_configuration_are_not_read() -> None:
     """Words of another library's plan, known or not, mean nothing here (C039)."""
     model, inputs = build("llama", num_hidden_layers=1)
@@ -121,11 +129,16 @@ class Shared(MLP):
         return z + self.down(self.up(z).sigmoid())
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_a_weight_of_several_products_has_one_layout(tp: int) -> None:
-    """The first use of a weight decided, and the others failed (C040)."""
+@pytest.fixture(scope="module")
+def shared() -> Captured:
     torch.manual_seed(0)
-    plan = proven(Shared(16, 24), vectors(2, 5, 16), tp)
+    return Captured(Shared(16, 24), vectors(2, 5, 16))
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_weight_of_several_products_has_one_layout(shared: Captured, tp: int) -> None:
+    """The first use of a weight decided, and the others failed (C040)."""
+    plan = shared.proven(tp)
 
     assert ["column", "row"] == [plan.parameters[f"{n}.weight"].layout for n in ("up", "down")]
     assert 3 == sum(c.phase == "forward" for c in plan.collectives)
@@ -175,12 +188,17 @@ class Patches(nn.Module):
         return self.down(functional.gelu(self.up(x))).mean(1)
 
 
-@pytest.mark.parametrize("tp", [2, 3])
-def test_patches_of_video_and_images(tp: int) -> None:
-    """Convolutions over 3 dims failed (C097)."""
+@pytest.fixture(scope="module")
+def patches() -> Captured:
     torch.manual_seed(0)
     inputs = {"video": torch.randn(2, 3, 4, 8, 8), "image": torch.randn(2, 3, 8, 8)}
-    plan = proven(Patches(), inputs, tp)
+    return Captured(Patches(), inputs)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_patches_of_video_and_images(patches: Captured, tp: int) -> None:
+    """Convolutions over 3 dims failed (C097)."""
+    plan = patches.proven(tp)
 
     assert all(plan.parameters[f"{n}.weight"].dim is not None for n in ("up", "down"))
     assert () == plan.unruled

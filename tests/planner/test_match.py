@@ -178,6 +178,7 @@ def test_only_norms_positions_and_routers_have_no_home() -> None:
 RENAMED = tuple((part, f"x{number}") for number, part in enumerate(models.PLAIN_PARTS))
 
 
+@pytest.mark.slow
 def test_a_model_with_other_names_has_the_same_plan() -> None:
     plain, inputs = models.build("hand")
     other, _ = models.build("hand", rename=RENAMED)
@@ -190,6 +191,7 @@ def test_a_model_with_other_names_has_the_same_plan() -> None:
     assert [c.kind for c in plans[0].collectives] == [c.kind for c in plans[1].collectives]
 
 
+@pytest.mark.slow
 def test_a_fused_projection_pairs_like_three() -> None:
     fused, plain = family("hand", fused=True), family("hand")
 

@@ -44,6 +44,7 @@ def working(name: str, *, training: bool, layers: int = 1) -> ModelCompiler:
 # ── against HiGHS ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "training"), [(2, True), (4, False)])
 @pytest.mark.parametrize("name", names())
 def test_the_cost_equals_that_of_an_independent_formulation(
@@ -90,6 +91,7 @@ def expected_layers(name: str, layers: int, *, training: bool) -> dict[str, Coun
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("name", names())
@@ -127,6 +129,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_real_sizes_have_the_layouts_of_megatron(training: bool) -> None:
     config = transformers.AutoConfig.from_pretrained(presets_root() / "llama-3.1-8b")
@@ -172,6 +175,7 @@ def _levels(costs: list[int], usages: list[int], shape: tuple[int, ...]) -> NDAr
     return np.stack([forbidden, usages, cost * (1 - forbidden)]).reshape(3, *shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "training"), [("llama", True), ("bert", False)])
 def test_the_dumped_problem_solved_again_costs_what_the_plan_does(
     name: str, training: bool

@@ -4,7 +4,6 @@ C numbers are those of faults that users of tensor-parallel tools reported.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -14,19 +13,16 @@ from torch.nn import functional
 
 import autotp
 from tests.models import build, randomize
-from tests.proven import Captured, Proof, proven
+from tests.proven import Captured, proven
 from tests.toys import MLP, Stack, vectors
 
 
-def checked(model: nn.Module, inputs: dict[str, Any], tp: int = 2) -> Proof:
-    """The proof of a model with large random weights, in eval mode, gradients included."""
+def large(model: nn.Module, *sizes: int) -> Captured:
+    """A model with large random weights, in eval mode, of vectors of such sizes."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    proof = Captured(model.eval(), inputs).proof(tp)
-
-    assert proof.evidence.ok, proof.evidence.first_divergence
-    return proof
+    return Captured(model.eval(), vectors(*sizes))
 
 
 class Padded(MLP):
@@ -62,9 +58,10 @@ class Pooled(MLP):
         return functional.max_pool1d(channels, 2).transpose(1, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Padded, Viewed, Scanned, Pooled])
 def test_what_is_done_to_the_inner_values_leaves_the_pair_split(kind: type[MLP]) -> None:
-    plan = checked(kind(), {"x": torch.randn(2, 6, 16)}).plan
+    plan = large(kind(), 2, 6, 16).proven(2)
 
     layouts = [plan.parameters[f"{name}.weight"].layout for name in ("up", "down")]
 
@@ -96,8 +93,9 @@ class Residual(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
 
 
+@pytest.mark.slow
 def test_a_residual_whose_norms_are_sums_is_still_no_pair() -> None:
-    plan = checked(Residual(), {"x": torch.randn(2, 6, 16)}).plan
+    plan = large(Residual(), 2, 6, 16).proven(2)
 
     pairs = {(pair.openers, pair.closers) for pair in plan.pairs}
 
@@ -119,7 +117,7 @@ class Images(nn.Module):
 
 
 def test_convolutions_with_a_batch_norm_between_are_a_pair() -> None:
-    plan = checked(Images(), {"x": torch.randn(2, 3, 8, 8)}).plan
+    plan = large(Images(), 2, 3, 8, 8).proven(2)
 
     layouts = {name: record.layout for name, record in plan.parameters.items()}
 
@@ -140,8 +138,9 @@ class Chain(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_chain_of_products_is_cut_in_pairs() -> None:
-    plan = checked(Chain(), {"x": torch.randn(2, 6, 16)}).plan
+    plan = large(Chain(), 2, 6, 16).proven(2)
 
     layouts = [plan.parameters[f"parts.{k}.weight"].layout for k in range(4)]
 
@@ -166,7 +165,7 @@ class Unnormed(nn.Module):
 
 
 def test_a_residual_that_is_put_out_leaves_the_pairs_beside_it() -> None:
-    plan = checked(Unnormed(), {"x": torch.randn(2, 6, 16)}).plan
+    plan = large(Unnormed(), 2, 6, 16).proven(2)
 
     for part, layout in (("ups", "column"), ("downs", "row")):
         assert [layout] * 2 == [plan.parameters[f"{part}.{k}.weight"].layout for k in range(2)]
@@ -189,8 +188,9 @@ class Reread(nn.Module):
         return self.out((weights @ value).transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 def test_heads_that_a_view_mixes_with_positions_are_no_positions() -> None:
-    plan = checked(Reread(), {"x": torch.randn(2, 6, 16)}).plan
+    plan = large(Reread(), 2, 6, 16).proven(2)
 
     layouts = [plan.parameters[f"{name}.weight"].layout for name in "qkv"]
 
@@ -215,9 +215,17 @@ class Channels(nn.Module):
         return self.norm(x + self.out(found).transpose(1, 2))
 
 
+@pytest.fixture(scope="module")
+def channels() -> Captured:
+    return large(Stack(Channels(), Channels()), 2, 6, 32)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
-def test_groups_of_channels_are_cut_where_each_has_fewer_heads_than_ranks(tp: int) -> None:
-    plan = checked(Stack(Channels(), Channels()), {"x": torch.randn(2, 6, 32)}, tp).plan
+def test_groups_of_channels_are_cut_where_each_has_fewer_heads_than_ranks(
+    channels: Captured, tp: int
+) -> None:
+    plan = channels.proven(tp)
 
     names = [f"layers.{layer}.{part}.weight" for layer in range(2) for part in ("q", "v", "out")]
 
@@ -295,6 +303,7 @@ class FullAttention(LinearAttention):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+@pytest.mark.slow
 def test_layers_of_two_kinds_are_both_cut() -> None:
     """Layers of the second kind were missing in a plan by hand (C028)."""
     torch.manual_seed(0)
@@ -327,16 +336,23 @@ class Raw(nn.Module):
         return x + (x @ self.wide).square() @ self.narrow.T
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_a_class_that_nobody_knows_is_cut(tp: int) -> None:
-    """Tools refused classes outside of their lists (C058, C102)."""
+@pytest.fixture(scope="module")
+def raw() -> Captured:
     torch.manual_seed(0)
-    plan = proven(Stack(Raw(), Raw()), vectors(2, 5, 16), tp)
+    return Captured(Stack(Raw(), Raw()), vectors(2, 5, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_class_that_nobody_knows_is_cut(raw: Captured, tp: int) -> None:
+    """Tools refused classes outside of their lists (C058, C102)."""
+    plan = raw.proven(tp)
 
     assert 0 == plan.replicated_fraction
     assert 4 == sum(c.phase == "forward" for c in plan.collectives)
 
 
+@pytest.mark.slow
 def test_a_norm_over_all_heads_costs_one_small_sum() -> None:
     """Queries and keys are normed by the sum of their squares over the ranks: no gather (C059).
 
@@ -358,6 +374,7 @@ def test_a_norm_over_all_heads_costs_one_small_sum() -> None:
     ] == moved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "sums"), [(True, 1), (False, 2)])
 def test_parallel_and_sequential_blocks_are_told_apart(parallel: bool, sums: int) -> None:
     """A heuristic picked the wrong layers in parallel blocks (C100)."""
@@ -403,11 +420,16 @@ class Grouped(nn.Module):
         return x + self.close(y)
 
 
-@pytest.mark.parametrize("tp", [2, 3, 4])
-def test_a_grouped_convolution_hands_its_groups_on(tp: int) -> None:
+@pytest.fixture(scope="module")
+def grouped() -> Captured:
     model = Grouped().eval()
     randomize(model, 0)
-    plan = proven(model, {"x": torch.randn(2, 8, 4, 4)}, tp)
+    return Captured(model, vectors(2, 8, 4, 4))
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_grouped_convolution_hands_its_groups_on(grouped: Captured, tp: int) -> None:
+    plan = grouped.proven(tp)
 
     assert [("mlp", 4)] == [(p.role, p.size) for p in plan.pairs]
     assert ["all_reduce"] == [c.kind for c in plan.collectives if c.phase == "forward"]

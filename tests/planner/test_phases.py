@@ -58,6 +58,7 @@ def posed(work: ModelCompiler, tp: int) -> list[PlannedPhase]:
 # ── the joined problem, free of models ───────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(problems(), problems(), st.integers(1, 5), st.data())
 def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
@@ -95,6 +96,7 @@ def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
 # ── of a prompt and the words after it ───────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mixtral"])
 def test_highs_finds_the_same_cost_for_both_phases_together(name: str) -> None:
     _, problem = formulate_phases(posed(ModelCompiler.of(model_of(name), options()), 2))
@@ -105,6 +107,7 @@ def test_highs_finds_the_same_cost_for_both_phases_together(name: str) -> None:
     assert optimum(problem) == found.cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 4), ("mixtral", 2)])
 def test_together_costs_no_more_than_weights_for_the_prompt_first(name: str, tp: int) -> None:
     model = model_of(name)
@@ -127,6 +130,7 @@ def test_together_costs_no_more_than_weights_for_the_prompt_first(name: str, tp:
     assert together.cost[:index] <= cost[:index]
 
 
+@pytest.mark.slow
 def test_weights_and_caches_lie_as_one_in_both_calls() -> None:
     work = ModelCompiler.of(model_of("llama", num_key_value_heads=2), options())
     made = work.compile(4, "tp")
@@ -141,6 +145,7 @@ def test_weights_and_caches_lie_as_one_in_both_calls() -> None:
     assert made.plan.parameters == later.plan.parameters
 
 
+@pytest.mark.slow
 def test_each_phase_is_priced_at_its_own_sizes() -> None:
     plan = autotp.plan(
         model_of("llama"), tp=2, example_inputs={"input_ids": ids(3, 8)}, new_tokens=4
@@ -160,6 +165,7 @@ def test_each_phase_is_priced_at_its_own_sizes() -> None:
     assert plan == Plan.from_json(plan.to_json())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tp", "least"), [("llama", 2, 2), ("window", 2, 2), ("llama", 8, 4)]
 )
@@ -183,6 +189,7 @@ def test_the_cache_is_counted_at_its_longest(name: str, tp: int, least: int) -> 
     assert whole // least == plan.memory["kv_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
 def test_both_calls_are_verified(name: str) -> None:
     model, inputs = build(name)
@@ -194,6 +201,7 @@ def test_both_calls_are_verified(name: str) -> None:
     assert evidence.collectives_predicted == evidence.collectives_seen
 
 
+@pytest.mark.slow
 def test_generating_needs_no_further_capture() -> None:
     model: Any = model_of("llama")
     sharded: Any = autotp.parallelize(

@@ -64,6 +64,7 @@ def doubts(record: ParameterRecord, work: ModelCompiler, at: set[tuple[str, str]
         yield "it names nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     task, model_type = kind.split("/")
@@ -112,6 +113,7 @@ class Odd(MLP):
 IDS = {"ids": torch.arange(12).reshape(2, 6)}
 
 
+@pytest.mark.slow
 def test_the_share_is_what_every_rank_really_holds_of_tied_and_unused_parameters() -> None:
     torch.manual_seed(0)
     model = Odd(16)
@@ -142,6 +144,7 @@ def test_the_share_is_what_every_rank_really_holds_of_tied_and_unused_parameters
     )
 
 
+@pytest.mark.slow
 def test_segments_that_every_rank_holds_count_and_are_told() -> None:
     model, inputs = zoo.build("gpt_bigcode", "causal-lm")
     plan = autotp.plan(model, 2, example_inputs=inputs)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,13 @@ import torch
 
 import autotp
 from autotp.records.plan import Plan
+from autotp.solver.solve import solve
 from tests.models import build
+from tests.plans import decoder_plan
+from tests.solver.test_solve import large_problem
 from tests.spmd.tally import Tally
 
+ROOT = Path(__file__).parents[2]
 TP = 2
 SEEDS = ("0", "12345")
 MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -29,24 +34,31 @@ def plan_of(name: str, **options: Any) -> Plan:
     return autotp.plan(model, TP, example_inputs=inputs, training=True, **options)
 
 
-def hashes() -> dict[str, str]:
-    return {name: plan_of(name).hash for name in MODELS}
+def results() -> dict[str, str]:
+    """What must be the same in every process: a solution, and the hashes of plans."""
+    return {
+        "solution": str(solve(large_problem(9))),
+        "plan by hand": decoder_plan(layers=2, tp=4).hash,
+        **{name: plan_of(name).hash for name in MODELS},
+    }
 
 
 def started(seed: str) -> "subprocess.Popen[str]":
-    """A fresh process that prints the hashes of all plans."""
-    code = "import json, tests.regressions.test_determinism as m; print(json.dumps(m.hashes()))"
+    """A fresh process that prints the results."""
+    code = "import json, tests.regressions.test_determinism as m; print(json.dumps(m.results()))"
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment
     )
 
 
-def test_every_process_makes_the_same_plans_under_any_hash_seed() -> None:
-    found = [json.loads(started(seed).communicate(timeout=300)[0]) for seed in SEEDS]
+@pytest.mark.slow
+def test_every_process_finds_the_same_solutions_and_plans_under_any_hash_seed() -> None:
+    processes = [started(seed) for seed in SEEDS]
+    found = [json.loads(process.communicate(timeout=300)[0]) for process in processes]
 
-    assert [found[0]] * len(SEEDS) == found
-    assert len(set(found[0].values())) == len(MODELS)
+    assert [results()] * len(SEEDS) == found
+    assert len(set(found[0].values())) == len(MODELS) + 2
 
 
 @pytest.fixture(scope="module", params=list(MODELS))

@@ -35,6 +35,7 @@ def test_no_line_is_wider_than_the_page(width: int) -> None:
     assert width >= max(len(line) for line in text(PLAN, width).splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
     "fact",
@@ -275,6 +276,7 @@ def tied(request: pytest.FixtureRequest) -> Plan:
     return autotp.plan(model, request.param, example_inputs=inputs, training=True)
 
 
+@pytest.mark.slow
 def test_every_collective_is_filed_under_the_pair_that_makes_it_necessary(tied: Plan) -> None:
     found = {row.first.role: [(c[0], c[1]) for c in row.collectives] for row in pair_rows(tied)}
 
@@ -339,6 +341,7 @@ def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> 
     )
 
 
+@pytest.mark.slow
 def test_the_plan_says_which_ranks_share_what() -> None:
     """How ranks map to groups was told nowhere: reported of other tools (C109)."""
     model, inputs = build("llama", num_hidden_layers=1, num_key_value_heads=2)

@@ -65,6 +65,7 @@ def test_puts_of_first_copies_sum_to_the_whole(cut: tuple[Split, int], dim: int)
     assert torch.equal(x, torch.stack(padded).sum(0))
 
 
+@pytest.mark.slow
 @given(cuts(), st.integers(0, 2))
 @settings(deadline=None)
 def test_puts_add_up_every_copy(cut: tuple[Split, int], dim: int) -> None:

@@ -35,6 +35,7 @@ def stepped(model: Any, count: int) -> list[list[int]]:
     return torch.cat(found, 1).tolist()
 
 
+@pytest.mark.slow
 def test_torch_compile_takes_the_model_with_its_cache_as_one_graph() -> None:
     model, _ = build("gpt2", n_layer=1)
     sharded = autotp.parallelize(model, tp=1, example_inputs={"input_ids": IDS, "use_cache": True})
@@ -71,6 +72,7 @@ def words(length: int, padded: int) -> dict[str, torch.Tensor]:
     return {"x": torch.arange(16.0 * length).reshape(2, length, 8).sin(), "mask": mask}
 
 
+@pytest.mark.slow
 def test_compile_captures_what_comes_and_chooses_the_shorter_graph() -> None:
     torch.manual_seed(0)
     model, backend = Tower().eval(), CompileCounterWithBackend("eager")
@@ -106,6 +108,7 @@ def test_a_compiled_model_is_copied_with_its_own_parameters() -> None:
     torch.testing.assert_close(model[1](model[0].bias), twin(x)[0])
 
 
+@pytest.mark.slow
 def test_an_encoder_s_outputs_are_free_as_well() -> None:
     """New objects and other sizes with each call of generate: nothing guards on which they are."""
     model: Any = build("t5", num_layers=1, num_decoder_layers=1)[0]

@@ -139,6 +139,7 @@ def test_one_group_is_enough(world: dist.ProcessGroup) -> None:
         resolve(1, group=world, rank=0)
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_world() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

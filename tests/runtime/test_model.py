@@ -96,6 +96,7 @@ def called(model: nn.Module, training: bool, inputs: Mapping[str, Any]) -> tuple
     return output, [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "mixtral"])
 def test_equals_the_model_in_every_variant(name: str) -> None:
     model, inputs = models.build(name)
@@ -201,6 +202,7 @@ def test_a_missing_parameter_and_a_buffer_without_values_are_named() -> None:
         build_tree(model.to("meta"), dict(model.named_parameters()), **keywords)
 
 
+@pytest.mark.slow
 def test_variants_are_captured_once_and_listed() -> None:
     model, tree, ids = hand()
     tree.eval().prepare(ids=ids)
@@ -214,6 +216,7 @@ def test_variants_are_captured_once_and_listed() -> None:
     assert_same(expected, actual)
 
 
+@pytest.mark.slow
 def test_identical_layers_run_one_function() -> None:
     _, tree, ids = hand()
     tree(ids)
@@ -226,6 +229,7 @@ def test_identical_layers_run_one_function() -> None:
     assert type(tree.blocks[0]) is type(tree.blocks[1])
 
 
+@pytest.mark.slow
 def test_a_broken_guard_asks_for_another_variant() -> None:
     guard = Guard("L['ids'].size()[1] <= 12", "ids")
     _, tree, ids = hand(guards=(guard,))
@@ -272,6 +276,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(object())
 
 
+@pytest.mark.slow
 def test_a_plan_without_training_refuses_gradients() -> None:
     model, tree, ids = hand(training=False)
 
@@ -298,6 +303,7 @@ def test_frozen_parameters_stay_frozen() -> None:
     assert [False, True] == [tree.words.weight.requires_grad, tree.places.weight.requires_grad]
 
 
+@pytest.mark.slow
 def test_a_layer_runs_and_changes_mode_only_with_the_whole_model() -> None:
     _, tree, ids = hand()
     tree(ids)
@@ -309,6 +315,7 @@ def test_a_layer_runs_and_changes_mode_only_with_the_whole_model() -> None:
     assert tree.train().blocks[0].training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [nn.Module.half, nn.Module.double, lambda m: m.to("meta")])
 def test_dtype_and_device_stay(change: Any) -> None:
     _, tree, ids = hand()
@@ -319,6 +326,7 @@ def test_dtype_and_device_stay(change: Any) -> None:
     assert_same(expected, tree.to(torch.float32).to("cpu")(ids))
 
 
+@pytest.mark.slow
 def test_a_deep_copy_runs_with_parameters_of_its_own() -> None:
     model, tree, ids = hand()
     tree(ids)
@@ -341,6 +349,7 @@ def test_pickling_is_refused_with_the_reason() -> None:
         build(tree)
 
 
+@pytest.mark.slow
 def test_a_view_shares_parameters_and_returns_the_models_type() -> None:
     model, inputs = models.build("llama")
     tree = build(model)
@@ -360,6 +369,7 @@ def test_a_view_shares_parameters_and_returns_the_models_type() -> None:
         tree.view("x")
 
 
+@pytest.mark.slow
 def test_the_code_is_a_python_module_with_each_distinct_layer_once() -> None:
     model, tree, ids = hand()
     tree(ids)
@@ -404,6 +414,7 @@ def test_the_code_names_its_device_once() -> None:
     assert ("f(x)", "") == named_device("f(x)")
 
 
+@pytest.mark.slow
 def test_hooks_of_layers_run_once_a_call() -> None:
     model, inputs = models.build(models.HAND)
     seen: list[str] = []
@@ -417,6 +428,7 @@ def test_hooks_of_layers_run_once_a_call() -> None:
     assert ["new", "own"] == seen
 
 
+@pytest.mark.slow
 def test_recomputation_in_backward_finds_the_code_of_its_forward() -> None:
     model, inputs = models.build("gpt2")
     labels = inputs["input_ids"].clone()
@@ -434,6 +446,7 @@ def test_recomputation_in_backward_finds_the_code_of_its_forward() -> None:
     assert_same(expected, [p.grad for p in tree.parameters()])
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph_a_variant() -> None:
     model, tree, ids = hand(guards=(Guard("L['ids'].size()[1] <= 64", "ids"),))
     tree.eval().prepare(ids)

@@ -28,6 +28,7 @@ class Optional(MLP):
         return y - 7 if "more" in others else y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("constants", "own"),
     [
@@ -70,6 +71,7 @@ def frozen(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_parts_keep_their_own_mode_in_every_variant() -> None:
     model = frozen(Normed())
     sharded = autotp.parallelize(model, 1, example_inputs={"x": batch()}, training=True)
@@ -83,6 +85,7 @@ def test_parts_keep_their_own_mode_in_every_variant() -> None:
     assert 3 == len(sharded.variants)
 
 
+@pytest.mark.slow
 def test_fewer_dims_are_another_variant() -> None:
     sharded = autotp.parallelize(MLP(24, 48).eval(), 1, example_inputs={"x": batch()})
 
@@ -90,6 +93,7 @@ def test_fewer_dims_are_another_variant() -> None:
     assert 2 == len(sharded.variants)
 
 
+@pytest.mark.slow
 def test_a_first_call_inside_a_checkpoint_captures() -> None:
     model = MLP(24, 48)
     sharded = autotp.parallelize(model, 1, example_inputs={"x": batch()}, training=True)
@@ -106,6 +110,7 @@ def scaled(model: Running, x: Tensor) -> Tensor:
     return model.down(model.up(x).relu()) * torch.tensor([2.0, 3.0], device=x.device).mean()
 
 
+@pytest.mark.slow
 def test_a_variant_first_called_without_gradients_takes_an_input_that_requires_them() -> None:
     model, inputs = Running(scaled), vectors(2, 5, 16)
     sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)
@@ -118,6 +123,7 @@ def test_a_variant_first_called_without_gradients_takes_an_input_that_requires_t
     torch.testing.assert_close(x.grad, expected)
 
 
+@pytest.mark.slow
 def test_a_variant_is_captured_where_the_model_was() -> None:
     """Shards, and so inputs, may be on another device than the model that was given."""
     model, inputs = Running(scaled), vectors(2, 5, 16)

@@ -100,6 +100,7 @@ def without_memory_on_edges(problem: Problem) -> Problem:
     return Problem(problem.levels, problem.variables, edges)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=80)
 @given(problems())
 def test_solving_the_document_gives_the_time_level_again(problem: Problem) -> None:

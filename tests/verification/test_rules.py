@@ -37,6 +37,7 @@ def test_every_op_has_sample_calls() -> None:
     assert [] == [op for op, samples in SAMPLES.items() if not samples]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", sorted(RULES.rows))
 def test_shards_joined_by_placement_are_the_whole(op: str) -> None:
     assert [] == broken(op, SAMPLES[op], RULES)

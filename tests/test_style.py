@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PYTHON = ".venv/bin/python"
 """The interpreter that the README's commands install into, and that the hooks call."""
 
@@ -21,7 +21,13 @@ def hooks() -> list[dict[str, Any]]:
     return local["hooks"]
 
 
-@pytest.mark.parametrize("hook", hooks(), ids=lambda hook: hook["id"])
+def _marked(hook: dict[str, Any]) -> Any:
+    """The hook, as a slow test where it checks types."""
+    marks = [pytest.mark.slow] if "pyright" in hook["entry"] else []
+    return pytest.param(hook, marks=marks, id=hook["id"])
+
+
+@pytest.mark.parametrize("hook", map(_marked, hooks()))
 def test_the_hooks_have_no_complaint(hook: dict[str, Any]) -> None:
     command = [part.replace(PYTHON, sys.executable) for part in shlex.split(hook["entry"])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
