@@ -63,10 +63,14 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
 
 
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    (tmp_path / "index.md").write_text("# A page\n\n[none](none.md)\n", encoding="utf-8")
-    configuration = tmp_path / "site" / "mkdocs.yml"
-    configuration.write_text("site_name: a\ndocs_dir: ..\nsite_dir: /nowhere\n", encoding="utf-8")
+    page, configuration = tmp_path / "docs" / "index.md", tmp_path / "mkdocs.yml"
+    page.parent.mkdir()
+    configuration.write_text("site_name: a\ntheme: material\n", encoding="utf-8")
+    page.write_text("# A page\n", encoding="utf-8")
+
+    assert 0 == build(configuration, tmp_path / "built").returncode
+
+    page.write_text("# A page\n\n[none](none.md)\n", encoding="utf-8")
     done = build(configuration, tmp_path / "built")
 
     assert 1 == done.returncode
