@@ -12,15 +12,17 @@ A placement says what each rank holds of a value *and* of its gradient:
     G    grouped rows: along `dim` a rank's own rows, those of its groups, come first; the rows
          after them mean nothing, and neither do their gradients; the size is that of the whole
 
-Without gradients R~ equals R, and S~ equals S. A placement names dim *and* axis: a `[hidden,
-hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. What is cut
-may be more than one axis: `axis` is a `algebra.partition.Partition` as text, nearly always of one.
-Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value keeps
-its full size.
+Without gradients R~ equals R, and S~ equals S. A placement names dim *and* partition: a `[hidden,
+hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. A partition
+nearly always has one axis, but may have several.
+Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value
+keeps its full size.
 """
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from autotp.algebra.partition import UNCUT, Part, Partition
 
 __all__ = [
     "CONVERSIONS",
@@ -41,12 +43,12 @@ class Placement:
     """The placement of one value over one (sub-)group.
 
     Constraints:
-    - `dim` and `axis` are set exactly when the value is split or its rows are grouped.
+    - `dim` and `partition` are set exactly when the value is split or its rows are grouped.
     """
 
     kind: Kind
     dim: int = -1
-    axis: str = ""
+    partition: Partition = UNCUT
 
     @property
     def is_split(self) -> bool:
@@ -60,7 +62,7 @@ class Placement:
 
     def __str__(self) -> str:
         """The notation of the documentation, e.g. `S(0, heads)`."""
-        return f"{self.kind}({self.dim}, {self.axis})" if self.axis else self.kind
+        return f"{self.kind}({self.dim}, {self.partition})" if self.partition.parts else self.kind
 
 
 REPLICATED = Placement("R")
@@ -69,8 +71,8 @@ PARTIAL = Placement("P")
 
 
 def split(dim: int, axis: str) -> Placement:
-    """The placement `S(dim, axis)`."""
-    return Placement("S", dim, axis)
+    """The placement `S(dim, axis)`: one part of the axis per rank."""
+    return Placement("S", dim, Partition((Part(axis),)))
 
 
 Primitive: TypeAlias = Literal[

@@ -16,7 +16,6 @@ from typing import Any, cast
 from torch import fx
 from torch._ops import OpOverload
 
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.algebra.split import Peers, Split
 from autotp.cost.conversions import COLLECTIVES
@@ -154,7 +153,7 @@ class _Checker:
         """The rows that a conversion moves are grouped by the bounds of their axis."""
         joined = (claimed, made.placement if made else claimed)
         for placement in (p for p in joined if p.is_grouped):
-            groups = self.analysis.forest.named(placement.axis).groups
+            groups = self.analysis.forest.row_groups(placement.partition)
             wanted = (groups and groups.bounds, placement.dim)
             bounds, dim = cast("tuple[fx.Node, int]", node.args[1:3])
             traced = self.values.get(bounds.name)
@@ -202,8 +201,8 @@ class _Checker:
         while _name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
             written[cast(int, found.args[1])] = tuple(cast("list[int]", found.args[2]))
             found = cast(fx.Node, found.args[0])
-        forest, partition = self.analysis.forest, Partition.of(wanted.axis)
-        cuts = {d: forest.split(dim, partition) for d, dim in enumerate(operand.dims)}
+        forest = self.analysis.forest
+        cuts = {d: forest.split(dim, wanted.partition) for d, dim in enumerate(operand.dims)}
         asked = {d: cut.encode() for d, cut in cuts.items() if cut and written.get(d)}
         return (
             wanted if wanted.is_split and wanted.dim in asked and asked == written else REPLICATED

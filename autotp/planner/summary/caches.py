@@ -12,7 +12,9 @@ from autotp.records.plan import CacheRecord
 __all__ = ["caches", "held"]
 
 
-def caches(found: Found, named: Callable[[str], str], pricing: Pricing) -> dict[str, CacheRecord]:
+def caches(
+    found: Found, named: Callable[[Partition], str], pricing: Pricing
+) -> dict[str, CacheRecord]:
     """The tensors of the cache by path; `named` gives an axis the name that people read."""
     kept = kept_outputs(found.analysis)
     return {k.path: _record(k, found, named, pricing) for k in kept}
@@ -30,15 +32,15 @@ def _held(record: CacheRecord, tp: int) -> int:
     return record.bytes * split.local_length(0, tp) // split.length()
 
 
-def _record(kept: Kept, found: Found, named: Callable[[str], str], pricing: Pricing) -> CacheRecord:
+def _record(
+    kept: Kept, found: Found, named: Callable[[Partition], str], pricing: Pricing
+) -> CacheRecord:
     analysis, placement = found.analysis, found.decision.kept[kept.number]
     meta = analysis.metas[kept.value]
     size = pricing.bytes(meta)
-    if not placement.is_split:
+    split = analysis.split(kept.value, placement)
+    if split is None:
         return CacheRecord(kept.path, bytes=size)
-    dim = analysis.dims[kept.value][placement.dim]
-    split = analysis.forest.split(dim, Partition.of(placement.axis))
-    assert split is not None, f"{placement} has no split"
     length = int(meta.shape[placement.dim])
-    axis = named(placement.axis)
+    axis = named(placement.partition)
     return CacheRecord(kept.path, placement.dim, axis, length, split.encode(), size)

@@ -12,7 +12,7 @@ from math import ceil, prod
 import torch
 
 from autotp.algebra.axis import Atom, Dim
-from autotp.algebra.partition import Part, Partition
+from autotp.algebra.partition import UNCUT, Part, Partition
 from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.capture.program import Program
@@ -22,11 +22,20 @@ from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
 from autotp.cost.conversions import SUMS, moved_bytes
 from autotp.planner.analysis import AxisPair, Emitted
 from autotp.planner.layouts import Layouts
+from autotp.planner.strategy import Strategy
 from autotp.planner.summary.caches import caches, held
 from autotp.planner.summary.found import Asked, Found
 from autotp.planner.summary.ops import differing, discovered, unruled
 from autotp.planner.summary.reasons import Reasons
-from autotp.records.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.records.plan import (
+    CacheRecord,
+    CollectiveRecord,
+    Pair,
+    ParameterRecord,
+    PlacementRecord,
+    Plan,
+    Shard,
+)
 from autotp.records.replication import much_whole
 from autotp.solver.problem import LEVELS, Solution
 
@@ -103,9 +112,7 @@ class _Accountant:
                 "state_dtype": asked.state_dtype,
                 "reduce_dtype": asked.reduce_dtype,
             },
-            choices={
-                n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()
-            },
+            choices={n.name: self._label(s) for n, s in self.found.decision.strategies.items()},
             unused_fraction=unused,
             discovered=discovered(self.analysis),
             differing=differing(self.found, tp=asked.tp, training=asked.training),
@@ -150,7 +157,7 @@ class _Accountant:
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
         return Pair(
             role=pair.role.name,
-            axis=self._axis_name(str(cut)) if len(cut.parts) > 1 else named,
+            axis=self._axis_name(cut) if len(cut.parts) > 1 else named,
             size=prod(a.size.static or 0 for a in axes),
             local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
             openers=pair.openers,
@@ -204,16 +211,15 @@ class _Accountant:
         axes = {a.name for a in (*pair.axes, *experts, *others)}
         weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
-            cut = Partition.of(self._placement(name).axis).among(axes)
+            cut = self._placement(name).partition.among(axes)
             if cut.parts:
                 weight[cut] += self.whole.parameters[name].numel()
-        return max(weight, key=lambda c: weight[c], default=Partition(()))
+        return max(weight, key=lambda c: weight[c], default=UNCUT)
 
-    def _axis_name(self, text: str) -> str:
+    def _axis_name(self, partition: Partition) -> str:
         """What a partition cuts, for people: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
-        parts = Partition.of(text).parts
-        names = [self.names.get(p.axis, p.axis) for p in parts]
-        joint = "*" if any(p.parts for p in parts) else "+"
+        names = [self.names.get(axis, axis) for axis in partition.axes]
+        joint = "*" if any(p.parts for p in partition.parts) else "+"
         return joint.join([names[0], *(n.rpartition(".")[2] for n in names[1:])])
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────
@@ -230,36 +236,33 @@ class _Accountant:
         placement = self._placement(name)
         split = self._split(name, placement)
         layout = self.layouts.of(name, placement)
-        axis = self._axis_name(placement.axis) if split else placement.axis
+        axis = self._axis_name(placement.partition) if split else None
         return ParameterRecord(
             name=name,
             layout=layout,
             dim=placement.dim if split else None,
-            axis=axis if split else None,
-            axis_size=self._axis_size(placement.axis) if split else None,
+            axis=axis,
+            axis_size=self._axis_size(placement.partition) if split else None,
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             bytes=_bytes(tensor),
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
-            placement=(Placement(placement.kind, placement.dim, axis),),
-            reason=self.reasons.segments(split, placement.dim, axis)
+            placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
+            reason=self.reasons.segments(split, placement.dim, axis or "")
             if split
             else self.reasons.parameter(name, layout),
             gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
 
-    def _axis_size(self, text: str) -> int:
-        parts = Partition.of(text).parts
-        sizes = [self.forest.named(p.axis).size.coefficient for p in parts]
-        return prod(sizes) if any(p.parts for p in parts) else sum(sizes)
+    def _axis_size(self, partition: Partition) -> int:
+        sizes = [self.forest.named(axis).size.coefficient for axis in partition.axes]
+        return prod(sizes) if any(p.parts for p in partition.parts) else sum(sizes)
 
     def _split(self, name: str, placement: Placement) -> Split | None:
-        if not placement.is_split:
-            return None
-        dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
-        return self.forest.split(dims[placement.dim], Partition.of(placement.axis))
+        node = self.analysis.parameters.get(name)
+        return self.analysis.split((node, 0), placement) if node else None
 
     def _shard(
         self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
@@ -345,9 +348,10 @@ class _Accountant:
                 f"they come. Traced with free sizes, torch.export fails: {reason}"
             )
 
-    def _label(self, label: str) -> str:
-        number, _, axis = label.partition(":")
-        return f"{number}:{self._axis_name(axis)}" if number.isdigit() else label
+    def _label(self, strategy: Strategy) -> str:
+        if not strategy.partition.parts:
+            return strategy.label
+        return f"{strategy.label.partition(':')[0]}:{self._axis_name(strategy.partition)}"
 
 
 def _gap(solution: Solution) -> float:

@@ -14,12 +14,10 @@ from typing import Final
 from torch import fx
 
 from autotp.algebra.axis import Atom
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value
 from autotp.oprules.rule import Factor
 from autotp.planner.analysis import Analysis, Use, leaving_whole
-from autotp.planner.layouts import Layouts
 from autotp.planner.strategy import Strategy
 
 __all__ = ["Stop", "Walk", "place"]
@@ -42,10 +40,8 @@ class Stop:
 class Walk:
     """The walks of one program; `ways` are the strategies of each op."""
 
-    def __init__(
-        self, analysis: Analysis, layouts: Layouts, ways: Mapping[fx.Node, tuple[Strategy, ...]]
-    ) -> None:
-        self.analysis, self.layouts, self.ways = analysis, layouts, ways
+    def __init__(self, analysis: Analysis, ways: Mapping[fx.Node, tuple[Strategy, ...]]) -> None:
+        self.analysis, self.ways = analysis, ways
         self.outputs = leaving_whole(analysis)
 
     def stop(self, name: str, dim: int, axis: Atom) -> Stop | None:
@@ -54,7 +50,7 @@ class Walk:
         seen, todo, ends = {start}, [start], list[Stop]()
         while todo:
             value, at = todo.pop(0)
-            for use, k in self.layouts.consumers[value]:
+            for use, k in self.analysis.readers[value]:
                 ways = [s for s in self.ways[use.node] if _cuts(s.operands[k], at, axis)]
                 if not ways:
                     return Stop(use.node, self._why(use, k, at, axis), value)
@@ -71,7 +67,7 @@ class Walk:
         todo = [((self.analysis.parameters[name], 0), dim)]
         while todo:
             value, at = todo.pop(0)
-            for use, k in self.layouts.consumers[value]:
+            for use, k in self.analysis.readers[value]:
                 for factor in use.rule.factors:
                     if (k, at) in factor.slots and self._brought(use, factor, k, axis):
                         return use.node
@@ -120,7 +116,7 @@ _FRAME: Final = re.compile(r'File "([^<"].*)", line (\d+)')
 
 def _cuts(placement: Placement, dim: int, axis: Atom) -> bool:
     here = placement.dim == dim or placement.kind == "SS"
-    return here and placement.is_split and axis.name in Partition.of(placement.axis).axes
+    return here and placement.is_split and axis.name in placement.partition.axes
 
 
 def _results(node: fx.Node, strategy: Strategy, axis: Atom) -> Iterator[tuple[Value, int]]:
