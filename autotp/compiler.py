@@ -23,7 +23,7 @@ from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.gather import GroupStore
 from autotp.checkpoint.quantized import refuse_model
 from autotp.cost.machine import Machine, load_machine
-from autotp.dtypes import check_sums
+from autotp.dtypes import check_sums, dtype_name
 from autotp.errors import PlanError
 from autotp.further import Answer, Asking, Further
 from autotp.lower.check import check
@@ -262,7 +262,7 @@ class Work:
             # a plan followed keeps the reasons for which it is as it is
             shard_threshold=cast("float", followed.get("shard_threshold", options.shard_threshold)),
             overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
-            reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
+            reduce_dtype=dtype_name(reduced) if reduced else None,
             longest=self.longest,
             beside=beside,
         )

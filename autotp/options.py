@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.cost.machine import Machine
+from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.records.plan import Plan
 
@@ -118,7 +119,7 @@ class Options:
     def state(self) -> str | None:
         """The dtype of the optimizer's state by its name, None for the parameters' own."""
         self._check_kind("state_dtype", torch.dtype | str | None, "Give one such as 'float32'.")
-        return None if self.state_dtype is None else str(self.state_dtype).removeprefix("torch.")
+        return None if self.state_dtype is None else dtype_name(self.state_dtype)
 
     def _check_mappings(self) -> None:
         for name in ("example_inputs", "overrides"):

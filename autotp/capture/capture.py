@@ -8,7 +8,6 @@ asserts of values stays in the graph.
 
 import inspect
 import logging
-import os
 import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -53,7 +52,6 @@ FREEDOMS = (
     frozenset({"sequence", "decoder", "past", "kept"}),
     frozenset[str](),
 )
-TORCH = os.path.dirname(torch.__file__)
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Set
 from typing import Any, cast
 
 from torch import fx
-from torch._ops import OpOverload
 
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
 from autotp.algebra.split import Peers, Split
+from autotp.capture.graph_facts import module_path, op_name
 from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.oprules.rule import Operand
@@ -95,7 +95,7 @@ class _Checker:
 
     def outputs(self) -> None:
         """Check that what leaves the graph is replicated."""
-        outputs = cast("tuple[object, ...]", _output(self.graph).args[0])
+        outputs = cast("tuple[object, ...]", self.graph.output_node().args[0])
         for number, node in enumerate(outputs):
             if not isinstance(node, fx.Node):
                 continue
@@ -254,9 +254,7 @@ def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
 
 
 def _name(node: fx.Node) -> tuple[str, str]:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return "", ""
-    namespace, _, name = node.target.name().partition(".")[0].partition("::")
+    namespace, _, name = op_name(node.target).partition("::")
     return namespace, name
 
 
@@ -282,10 +280,5 @@ def _counted(counts: Counter[tuple[str, str]]) -> str:
 
 
 def _at(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "")
+    path = module_path(node)
     return f"node {node.name}" + (f" in {path}" if path else "")
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")

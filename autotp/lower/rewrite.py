@@ -22,7 +22,7 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, source_of
+from autotp.capture.graph_facts import Value, module_path, module_paths, source_of
 from autotp.cost.conversions import COLLECTIVES, Delivered
 from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
@@ -387,7 +387,7 @@ class Causes:
 
     def __init__(self, analysis: Analysis, decision: Decision) -> None:
         self.analysis, self.decision = analysis, decision
-        paths = (_module_paths(node) for node in analysis.program.graph.nodes)
+        paths = (module_paths(node) for node in analysis.program.graph.nodes)
         self.parents = {path for stack in paths for path in stack[:-1]}
 
     def forward(self, value: Value, source: Placement, target: Placement) -> tuple[str, ...]:
@@ -411,7 +411,7 @@ class Causes:
 
     def where(self, node: fx.Node) -> str:
         """The module path of a node; with its op where the module is more than that op's."""
-        path = (_module_paths(node) or [""])[-1]
+        path = module_path(node)
         if not path:
             return node.name
         return f"{path}.({_op_name(node)})" if path in self.parents else path
@@ -441,11 +441,6 @@ class Causes:
                 if placement.is_grouped:
                     return dict.fromkeys(self._axes(placement))
         return {}
-
-
-def _module_paths(node: fx.Node) -> list[str]:
-    """The module paths that a node lies in, outermost first."""
-    return [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _op_name(node: fx.Node) -> str:

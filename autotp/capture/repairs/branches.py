@@ -23,6 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 
+from autotp.capture.graph_facts import TORCH
 from autotp.capture.program import Guard
 
 __all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
@@ -31,9 +32,8 @@ __all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
 Branch: TypeAlias = tuple[Any, bool]
 """A condition on sizes, with the answer that the code was given."""
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_WRAPPERS = os.path.join(_TORCH, "__init__.py")  # where a truth of a size asks `size != 0`
-_LAYERS = os.path.join(_TORCH, "nn", "")  # layers are models' code, whoever wrote them
+_WRAPPERS = os.path.join(TORCH, "__init__.py")  # where a truth of a size asks `size != 0`
+_LAYERS = os.path.join(TORCH, "nn", "")  # layers are models' code, whoever wrote them
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
@@ -95,7 +95,7 @@ def outside_torch(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename == _WRAPPERS:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
-    return None if file.startswith(_TORCH) and not file.startswith(_LAYERS) else frame
+    return None if file.startswith(TORCH) and not file.startswith(_LAYERS) else frame
 
 
 def semantic_guards(

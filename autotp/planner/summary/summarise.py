@@ -20,6 +20,7 @@ from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
 from autotp.cost.conversions import SUMS, moved_bytes
+from autotp.dtypes import dtype_name
 from autotp.planner.analysis import AxisPair, Emitted
 from autotp.planner.layouts import Layouts
 from autotp.planner.strategy import Strategy
@@ -244,8 +245,8 @@ class _Accountant:
             axis=axis,
             axis_size=self._axis_size(placement.partition) if split else None,
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=_bytes(tensor),
+            dtype=dtype_name(tensor.dtype),
+            bytes=tensor.nbytes,
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
             placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
@@ -268,10 +269,10 @@ class _Accountant:
         self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
     ) -> Shard:
         if split is None:
-            return Shard(tuple(tensor.shape), _bytes(tensor), ())
+            return Shard(tuple(tensor.shape), tensor.nbytes, ())
         shape = list(tensor.shape)
         shape[placement.dim] = split.local_length(rank, self.asked.tp)
-        size = _bytes(tensor) // tensor.shape[placement.dim] * shape[placement.dim]
+        size = tensor.nbytes // tensor.shape[placement.dim] * shape[placement.dim]
         return Shard(tuple(shape), size, tuple(split.ranges(rank, self.asked.tp)))
 
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
@@ -315,7 +316,7 @@ class _Accountant:
             by_dtype[record.dtype] += max(s.bytes for s in record.shards)
         asked = self.asked
         memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
-        memory = {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
+        memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}
         if self.analysis.program.carried:
             memory["kv_cache"] = held(self._caches().values(), asked.tp)
         return memory
@@ -380,7 +381,3 @@ def _module(names: Sequence[str]) -> str:
     while all(len(p) > shared and p[shared] == paths[0][shared] for p in paths):
         shared += 1
     return ".".join(paths[0][:shared])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -5,17 +5,14 @@ takes its operand cut, the cut must end before it, by a collective; where one co
 ends in partial sums. A parameter is left whole because of what stands here.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Final
 
 from torch import fx
 
 from autotp.algebra.axis import Atom
 from autotp.algebra.placement import Placement
-from autotp.capture.graph_facts import Value
+from autotp.capture.graph_facts import Value, module_path, source_line
 from autotp.oprules.rule import Factor
 from autotp.planner.analysis import Analysis, Use, leaving_whole
 from autotp.planner.strategy import Strategy
@@ -102,16 +99,8 @@ class Walk:
 
 def place(node: fx.Node) -> str:
     """An op and where it stands: `aten.mean.dim at model.norm (modeling_x.py:62)`."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "")
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in found if "torch" not in PurePath(f[0]).parts] or found
-    source = f" ({PurePath(own[-1][0]).name}:{own[-1][1]})" if own else ""
-    return f"{node.target} at {path or node.name}{source}"
-
-
-# not the generated code of a graph inside, whose name is another in each process
-_FRAME: Final = re.compile(r'File "([^<"].*)", line (\d+)')
+    line = source_line(node)
+    return f"{node.target} at {module_path(node) or node.name}{f' ({line.place})' if line else ''}"
 
 
 def _cuts(placement: Placement, dim: int, axis: Atom) -> bool:

@@ -19,6 +19,7 @@ All axes may be cut unevenly, and all pairs of axes of one dim, or of two, by a 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 from unittest.mock import patch
 
 import torch
@@ -239,7 +240,7 @@ class _Law:
     # ── comparing ────────────────────────────────────────────────────────────────────────────
 
     def _shapes(self, graph: fx.Graph, local: list[Tensor]) -> Iterator[str]:
-        made = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+        made = cast("tuple[fx.Node, ...]", graph.output_node().args[0])
         for k, node in enumerate(made):
             shape = tuple(node.meta["val"].shape)
             if shape != tuple(local[k].shape):
@@ -361,7 +362,7 @@ def _difference(expected: Tensor, found: Tensor) -> str:
 
 def _ended(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
     """`graph` cut off after `results`: what follows them, and waits included, is gone."""
-    graph.erase_node(next(n for n in reversed(graph.nodes) if n.op == "output"))
+    graph.erase_node(graph.output_node())
     needed, todo = set[fx.Node](), list(results)
     while todo:
         node = todo.pop()
