@@ -111,7 +111,7 @@ def semantic_guards(
         if names and all(n in sources for n in names) and _turns(condition, answer):
             text = PythonPrinter().doprint(condition)
             code = _SYMBOL.sub(lambda m: sources.get(m[0], m[0]), text)
-            yield Guard(f"({code})" if answer else f"not ({code})", _input_of(sources[names[0]]))
+            yield Guard(f"({code})" if answer else f"not ({code})")
 
 
 def _squeezed(exported: ExportedProgram) -> Iterator[Branch]:
@@ -139,10 +139,6 @@ def _sources(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
                 for name in (size.node._expr, size.node.expr):  # before and after torch unified it
                     sources.setdefault(str(name), f"{spelled}.size()[{dim}]")
     return sources
-
-
-def _input_of(source: str) -> str:
-    return source.split("'")[1]
 
 
 def _turns(condition: Any, answer: bool) -> bool:
