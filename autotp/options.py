@@ -179,7 +179,7 @@ def _read_new_tokens(given: object) -> int:
 def _read_state_dtype(given: object) -> str | None:
     kind = torch.dtype | str | None
     dtype = _expect("state_dtype", kind, "Give one such as 'float32'.")(given)
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)
 
 
 def _read_reduce_dtype(given: object) -> torch.dtype | None:

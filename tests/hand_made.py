@@ -159,7 +159,7 @@ def case(
     """
     whole, drawn = HandMade().eval(), plan()
     inputs = {"x": torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(1))}
-    program = _program(whole, inputs)
+    program = _program()
     models = [_rank(whole, drawn, program, rank, edit, shards) for rank in range(TP)]
     return Case(whole, models, inputs, drawn, trace(), program)
 
@@ -199,12 +199,11 @@ def _shard(record: ParameterRecord, whole: Tensor, rank: int) -> Tensor:
     return take(whole, record.dim, Split.decode(record.split), rank, TP).clone()
 
 
-def _program(whole: HandMade, inputs: dict[str, Tensor]) -> Program:
+def _program() -> Program:
     return Program(
         graph=whole_graph(),
         inputs=("x",),
         constants={},
-        in_spec=pytree.tree_structure(inputs),
         out_spec=pytree.tree_structure({"y": 0}),
         lifted={},
         tied={},

@@ -223,7 +223,7 @@ def proved(prepared: Prepared, one: CompiledVariant, case: Case) -> Evidence:
 
 def _split_part(one: CompiledVariant) -> float:
     strategies = one.decision.strategies.values()
-    return sum(bool(s.axis) for s in strategies) / len(strategies)
+    return sum(bool(s.partition.parts) for s in strategies) / len(strategies)
 
 
 def _conversions(one: CompiledVariant) -> Mapping[str, int]:

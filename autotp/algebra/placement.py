@@ -12,9 +12,9 @@ A placement says what each rank holds of a value *and* of its gradient:
     G    grouped rows: along `dim` a rank's own rows, those of its groups, come first; the rows
          after them mean nothing, and neither do their gradients; the size is that of the whole
 
-Without gradients R~ equals R, and S~ equals S. A placement names dim *and* axis: a `[hidden,
-hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. What is cut
-may be more than one axis: `axis` is a `algebra.partition.Partition` as text, nearly always of one.
+Without gradients R~ equals R, and S~ equals S. A placement names dim *and* partition: a `[hidden,
+hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. A partition
+nearly always has one axis, but may have several.
 Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value
 keeps its full size.
 """
@@ -22,6 +22,8 @@ keeps its full size.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from autotp.algebra.partition import UNCUT, Part, Partition
 
 __all__ = [
     "ALL_GATHER",
@@ -50,12 +52,12 @@ class Placement:
     """The placement of one value over one (sub-)group.
 
     Constraints:
-    - `dim` and `axis` are set exactly when the value is split or its rows are grouped.
+    - `dim` and `partition` are set exactly when the value is split or its rows are grouped.
     """
 
     kind: Kind
     dim: int = -1
-    axis: str = ""
+    partition: Partition = UNCUT
 
     @property
     def is_split(self) -> bool:
@@ -69,7 +71,7 @@ class Placement:
 
     def __str__(self) -> str:
         """The notation of the documentation, e.g. `S(0, heads)`."""
-        return f"{self.kind}({self.dim}, {self.axis})" if self.axis else self.kind
+        return f"{self.kind}({self.dim}, {self.partition})" if self.partition.parts else self.kind
 
 
 REPLICATED = Placement("R")
@@ -78,8 +80,8 @@ PARTIAL = Placement("P")
 
 
 def split(dim: int, axis: str) -> Placement:
-    """The placement `S(dim, axis)`."""
-    return Placement("S", dim, axis)
+    """The placement `S(dim, axis)`: one part of the axis per rank."""
+    return Placement("S", dim, Partition((Part(axis),)))
 
 
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]

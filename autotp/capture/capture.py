@@ -8,7 +8,6 @@ asserts of values stays in the graph.
 
 import inspect
 import logging
-import os
 import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -53,7 +52,6 @@ FREEDOMS = (
     frozenset({"sequence", "decoder", "past", "kept"}),
     frozenset[str](),
 )
-TORCH = os.path.dirname(torch.__file__)
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 
@@ -89,7 +87,6 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         graph=graph,
         inputs=tuple(axes),
         constants={n: v for n, v in named_leaves(given).items() if n not in axes},
-        in_spec=pytree.tree_structure(given),
         out_spec=out_spec,
         lifted=lifted,
         tied=_aliases(model.named_parameters(remove_duplicate=False)),
@@ -372,12 +369,7 @@ def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 def _guards(exported: ExportedProgram) -> tuple[Guard, ...]:
     """What the model's code assumed of sizes, without the ranges that come from tracing at ≥ 2."""
-    return tuple(Guard(code, _first_name(code)) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
-
-
-def _first_name(code: str) -> str:
-    found = re.search(r"L\['([^']+)'\]", code)
-    return found.group(1) if found else ""
+    return tuple(Guard(code) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
 
 
 def _fixed(
@@ -392,7 +384,7 @@ def _fixed(
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
                 if isinstance(value, CacheState) and value.is_known:  # ranks may hold parts of it
                     dims |= set(range(leaf.dim())) - {*axes[leaf_name]}
-                yield from (Guard(code, name) for code in _form(where, leaf, dims))
+                yield from map(Guard, _form(where, leaf, dims))
 
 
 def _form(where: str, tensor: torch.Tensor, free: set[int]) -> list[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autotp.checkpoint.atomic_write import Writer, check_space, draft, publish, writing
 from autotp.checkpoint.save_map import Outgoing, outgoing
+from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.exchange import as_one, gathered
@@ -107,7 +108,7 @@ def write_configs(whole: nn.Module, directory: Path, plan: Outgoing) -> None:
     """Writes what is beside the weights: configurations, the index, the model's own code."""
     model = cast("Any", whole)
     config, previous = model.config, (model.config.dtype, model.config.architectures)
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.dtype = dtype_name(model.dtype)
     config.architectures = [type(whole).__name__]
     try:
         with writing(directory.parent / "config.json"):

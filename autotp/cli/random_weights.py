@@ -86,7 +86,7 @@ def _with_usual_constants(model: nn.Module) -> nn.Module:
 
 
 def _refuse_what_does_not_fit(model: nn.Module, copies: int) -> None:
-    needed = copies * sum(t.numel() * t.element_size() for t in _tensors(model))
+    needed = copies * sum(t.nbytes for t in _tensors(model))
     free = available_bytes()
     if free is not None and needed > free:
         raise PlanError(

@@ -40,6 +40,7 @@ from autotp.checkpoint.sharded_directory import (
     write_text,
 )
 from autotp.checkpoint.stored_tensor import Stored
+from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.loading import opened, prepared, stored_dtype
 from autotp.model_source import config_fields
@@ -95,7 +96,7 @@ def shard(
     if quantiser is not None:  # what was written are plain weights
         fields = without_quantisation(config_fields(source))
         write_text(target / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    name = str(_dtype_of(model)).removeprefix("torch.")
+    name = dtype_name(_dtype_of(model))
     Manifest(tp, name, job, keys, tuple(untied), files).write(target)
     (target / f"{MANIFEST}.part").unlink(missing_ok=True)
     return plan

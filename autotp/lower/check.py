@@ -14,9 +14,7 @@ from collections.abc import Iterator, Set
 from typing import Any, cast
 
 from torch import fx
-from torch._ops import OpOverload
 
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import (
     CONVERSION_OPS,
     CONVERSIONS,
@@ -27,6 +25,7 @@ from autotp.algebra.placement import (
     Placement,
 )
 from autotp.algebra.split import Peers, Split
+from autotp.capture.graph_facts import module_path, op_name
 from autotp.errors import VerifyError
 from autotp.oprules.rule import Operand
 from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
@@ -97,7 +96,7 @@ class _Checker:
 
     def outputs(self) -> None:
         """Check that what leaves the graph is replicated."""
-        outputs = cast("tuple[object, ...]", _output(self.graph).args[0])
+        outputs = cast("tuple[object, ...]", self.graph.output_node().args[0])
         for number, node in enumerate(outputs):
             if not isinstance(node, fx.Node):
                 continue
@@ -155,7 +154,7 @@ class _Checker:
         """The rows that a conversion moves are grouped by the bounds of their axis."""
         joined = (claimed, made.placement if made else claimed)
         for placement in (p for p in joined if p.is_grouped):
-            groups = self.analysis.forest.named(placement.axis).groups
+            groups = self.analysis.forest.row_groups(placement.partition)
             wanted = (groups and groups.bounds, placement.dim)
             bounds, dim = cast("tuple[fx.Node, int]", node.args[1:3])
             traced = self.values.get(bounds.name)
@@ -203,8 +202,8 @@ class _Checker:
         while _name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
             written[cast(int, found.args[1])] = tuple(cast("list[int]", found.args[2]))
             found = cast(fx.Node, found.args[0])
-        forest, partition = self.analysis.forest, Partition.of(wanted.axis)
-        cuts = {d: forest.split(dim, partition) for d, dim in enumerate(operand.dims)}
+        forest = self.analysis.forest
+        cuts = {d: forest.split(dim, wanted.partition) for d, dim in enumerate(operand.dims)}
         asked = {d: cut.encode() for d, cut in cuts.items() if cut and written.get(d)}
         return (
             wanted if wanted.is_split and wanted.dim in asked and asked == written else REPLICATED
@@ -256,9 +255,7 @@ def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
 
 
 def _name(node: fx.Node) -> tuple[str, str]:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return "", ""
-    namespace, _, name = node.target.name().partition(".")[0].partition("::")
+    namespace, _, name = op_name(node.target).partition("::")
     return namespace, name
 
 
@@ -284,10 +281,5 @@ def _counted(counts: Counter[tuple[str, str]]) -> str:
 
 
 def _at(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "")
+    path = module_path(node)
     return f"node {node.name}" + (f" in {path}" if path else "")
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")

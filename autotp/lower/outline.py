@@ -14,8 +14,9 @@ from typing import TypeAlias
 from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
+from autotp.capture.graph_facts import module_path, module_paths, op_name
 from autotp.lower.node_meta import Kept
-from autotp.lower.regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
+from autotp.lower.regions import ROOT, SYM_SIZE, Flat, order
 from autotp.runtime.layered_graph import LayeredGraph
 
 __all__ = ["outline"]
@@ -127,18 +128,19 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     names = {n: n.name for n in graph.nodes if n.op == "placeholder"}
     for node in graph.nodes:
         if node.op == "call_function":
-            names[node] = _module_name(node, parents) or op_name(node).split("::")[-1].strip("_")
+            names[node] = _module_name(node, parents) or _function_name(node)
         elif node.target == "self":  # what generated code calls the module itself
             names[node] = "own"
     return names
 
 
+def _function_name(node: fx.Node) -> str:
+    name = op_name(node.target) or getattr(node.target, "__name__", "")
+    return name.split("::")[-1].strip("_")
+
+
 def _module_name(node: fx.Node, parents: set[str]) -> str:
-    path = _inner(node)
+    path = module_path(node)
     name = path.rpartition(".")[2]
-    leaves = path not in parents and all(_inner(user) != path for user in node.users)
+    leaves = path not in parents and all(module_path(user) != path for user in node.users)
     return name if leaves and name != "self" and not name.isdigit() else ""
-
-
-def _inner(node: fx.Node) -> str:
-    return (module_paths(node) or [""])[-1]

@@ -9,7 +9,6 @@ the same on all ranks.
 """
 
 import operator
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -23,7 +22,7 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, source_of
+from autotp.capture.graph_facts import Value, module_path, module_paths, source_of
 from autotp.cost.conversions import Delivered
 from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
@@ -191,8 +190,8 @@ class _Writer:
     def _form(
         self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
-        form = FORMS[use.rule.emit if strategy.axis else ""]
-        partition = Partition.of(strategy.axis) if strategy.axis else Partition(())
+        partition = strategy.partition
+        form = FORMS[use.rule.emit if partition.parts else ""]
         self.result.uneven |= self._is_uneven(partition)
         made = next(iter(strategy.results), REPLICATED)
         bounds = self._bounds(use.rule.results[0][made.dim]) if made.is_grouped else None
@@ -258,9 +257,9 @@ class _Writer:
         """One placement a dim that is cut."""
         if placement.kind != "SS":
             return [placement]
-        cut = Partition.of(placement.axis)
+        cut = placement.partition
         places = [d for d, dim in enumerate(dims) if self.forest.present((dim,), cut).parts]
-        return [Placement("S", d, placement.axis) for d in places]
+        return [Placement("S", d, cut) for d in places]
 
     def _converted(
         self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node
@@ -299,11 +298,8 @@ class _Writer:
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
         where = self.causes.where(value[0] if forward else reader)
-        shares = (
-            self.forest.padding(
-                Partition.of((source if source.is_split else target).axis), self.target.tp
-            ),
-        )
+        cut = source if source.is_split else target
+        shares = (self.forest.padding(cut.partition, self.target.tp),)
         if forward:
             axes = self.causes.forward(value, source, target)
             self.noted.append((None, Emitted(forward, "forward", where, meta, shares, axes=axes)))
@@ -329,7 +325,7 @@ class _Writer:
         return self._converted(value, REPLICATED, keep=False, reader=node)
 
     def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
-        cut = self.forest.split(dims[placement.dim], Partition.of(placement.axis))
+        cut = self.forest.split(dims[placement.dim], placement.partition)
         assert cut is not None, f"{placement} has no split"
         return cut
 
@@ -392,35 +388,31 @@ class Causes:
 
     def __init__(self, analysis: Analysis, decision: Decision) -> None:
         self.analysis, self.decision = analysis, decision
-        self.readers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
-        for use in analysis.uses.values():
-            for k, operand in enumerate(use.operands):
-                self.readers[operand.value].append((use, k))
-        paths = (_module_paths(node) for node in analysis.program.graph.nodes)
+        paths = (module_paths(node) for node in analysis.program.graph.nodes)
         self.parents = {path for stack in paths for path in stack[:-1]}
 
     def forward(self, value: Value, source: Placement, target: Placement) -> tuple[str, ...]:
         """The axes for which a conversion of `value` communicates forward."""
         if source != PARTIAL:
-            return self._axes(source.axis or target.axis)
+            return self._axes(source) or self._axes(target)
         return tuple(self._summed(value))
 
     def backward(self, source: Placement, target: Placement, reader: fx.Node) -> tuple[str, ...]:
         """The axes for which a conversion for `reader` communicates backward."""
         if target.kind != "R~":
-            return self._axes(target.axis or source.axis)
-        return self._axes(source.axis) or tuple(self._read(reader))
+            return self._axes(target) or self._axes(source)
+        return self._axes(source) or tuple(self._read(reader))
 
-    def _axes(self, text: str) -> tuple[str, ...]:
-        """The axes of a partition; with grouped rows, that of their groups."""
+    def _axes(self, placement: Placement) -> tuple[str, ...]:
+        """The axes along which a value is split; with grouped rows, that of their groups."""
         forest = self.analysis.forest
-        axes = [forest.named(name) for name in Partition.of(text).axes]
+        axes = [forest.named(name) for name in placement.partition.axes]
         groups = [forest.named(a.groups.axis) for a in axes if a.groups]
         return tuple(a.name for a in (*axes, *groups))
 
     def where(self, node: fx.Node) -> str:
         """The module path of a node; with its op where the module is more than that op's."""
-        path = (_module_paths(node) or [""])[-1]
+        path = module_path(node)
         if not path:
             return node.name
         return f"{path}.({_op_name(node)})" if path in self.parents else path
@@ -428,8 +420,8 @@ class Causes:
     def _summed(self, value: Value) -> dict[str, None]:
         """The axes over which a partial sum is to be completed, in the order of its terms."""
         strategy = self.decision.strategies.get(value[0])
-        if strategy is None or strategy.axis:
-            return dict.fromkeys(Partition.of(strategy.axis).axes if strategy else ())
+        if strategy is None or strategy.partition.parts:
+            return dict.fromkeys(strategy.partition.axes if strategy else ())
         found: dict[str, None] = {}
         operands = self.analysis.uses[value[0]].operands
         for operand, placement in zip(operands, strategy.operands, strict=True):
@@ -440,21 +432,16 @@ class Causes:
     def _read(self, reader: fx.Node) -> dict[str, None]:
         """The axes for which a reader gives a partial gradient."""
         strategy = self.decision.strategies.get(reader)
-        if strategy is None or strategy.axis:
-            return dict.fromkeys(Partition.of(strategy.axis).axes if strategy else ())
+        if strategy is None or strategy.partition.parts:
+            return dict.fromkeys(strategy.partition.axes if strategy else ())
         for result in range(len(strategy.results)):
-            for use, k in self.readers[(reader, result)]:
+            for use, k in self.analysis.readers[(reader, result)]:
                 placement = self.decision.strategies[use.node].operands[k]
                 if placement == SHARED:
                     return self._read(use.node)
                 if placement.is_grouped:
-                    return dict.fromkeys(self._axes(placement.axis))
+                    return dict.fromkeys(self._axes(placement))
         return {}
-
-
-def _module_paths(node: fx.Node) -> list[str]:
-    """The module paths that a node lies in, outermost first."""
-    return [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _op_name(node: fx.Node) -> str:

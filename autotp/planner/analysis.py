@@ -3,9 +3,11 @@
 The verbs that make them are in `passes/`, one a file; stages know each other only by these nouns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -13,6 +15,7 @@ from torch import fx
 
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import Placement
+from autotp.algebra.split import Split
 from autotp.capture.graph_facts import Value, results_of, source_of
 from autotp.capture.program import Program
 from autotp.cost.conversions import Delivered, Prices
@@ -45,7 +48,7 @@ class Use:
     row: Row | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Analysis:
     """All that is known of a program before anything is chosen.
 
@@ -72,6 +75,37 @@ class Analysis:
     differing: Mapping[str, Sequence[Differing]] = field(
         default_factory=dict[str, Sequence[Differing]]
     )
+
+    @cached_property
+    def readers(self) -> Mapping[Value, list[tuple[Use, int]]]:
+        """The ops that read each value, in program order, with the number of the operand.
+
+        Constraints: to be asked for when `uses` is complete.
+        """
+        found: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
+        for use in self.uses.values():
+            for k, operand in enumerate(use.operands):
+                found[operand.value].append((use, k))
+        return found
+
+    def readers_of_parameter(self, name: str) -> Iterator[tuple[Use, int]]:
+        """The readers of a parameter, past values that are computed from parameters alone."""
+        return self._readers_past_weights((self.parameters[name], 0))
+
+    def _readers_past_weights(self, value: Value) -> Iterator[tuple[Use, int]]:
+        for use, k in self.readers[value]:
+            results = [(use.node, r) for r in range(len(use.rule.results))]
+            inner = [r for r in results if r in self.weights]
+            if not inner:
+                yield use, k
+            for result in inner:
+                yield from self._readers_past_weights(result)
+
+    def split(self, value: Value, placement: Placement) -> Split | None:
+        """How the dim of a value that `placement` names is split; None where it is not split."""
+        if not placement.is_split:
+            return None
+        return self.forest.split(self.dims[value][placement.dim], placement.partition)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from autotp.algebra.axis import Atom
-from autotp.algebra.partition import Partition
-from autotp.algebra.placement import Placement
+from autotp.algebra.placement import Placement, split
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching
@@ -78,14 +77,13 @@ class AsPlanned:
 
     def __call__(self, placement: Placement) -> bool:
         """Whether `placement` cuts the parameter as the plan does."""
-        record, forest = self.plan.parameters[self.name], self.analysis.forest
+        record = self.plan.parameters[self.name]
         if not placement.is_split:
             return record.dim is None
         if placement.dim != record.dim:
             return False
-        dims = self.analysis.dims[(self.analysis.parameters[self.name], 0)]
-        split = forest.split(dims[placement.dim], Partition.of(placement.axis))
-        return split is not None and split.encode() == record.split
+        cut = self.analysis.split((self.analysis.parameters[self.name], 0), placement)
+        return cut is not None and cut.encode() == record.split
 
     def refusal(self, possible: Sequence[Placement]) -> str:
         """That no op of this graph can read the parameter as the plan cuts it."""
@@ -149,7 +147,7 @@ class AsAsked:
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
             for axis in analysis.forest.leaves(dim):
                 if self._units(axis) > 1 and not axis.data:
-                    yield Placement("S", number, axis.name), axis
+                    yield split(number, axis.name), axis
 
     def _offers(self, possible: Sequence[Placement]) -> list[str]:
         forest = self.layouts.analysis.forest
@@ -157,8 +155,8 @@ class AsAsked:
         for placement in possible:
             if placement.is_split:
                 cut = self.layouts.of(self.name, placement), placement.dim
-                parts = Partition.of(placement.axis).parts
-                axes.setdefault(cut, []).extend(forest.named(p.axis) for p in parts)
+                names = placement.partition.axes
+                axes.setdefault(cut, []).extend(forest.named(name) for name in names)
         cuts = (
             f"{of} (dim {dim}, its axis {self._either(found)})" for (of, dim), found in axes.items()
         )

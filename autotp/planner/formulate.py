@@ -91,7 +91,7 @@ class _Poser:
         self.unary: dict[object, NDArray[np.int64]] = {}
         self.tables: dict[object, NDArray[np.int64]] = {}
         self.prices: dict[Value, Prices] = {}
-        self.paddings: dict[str, Fraction] = {"": Fraction(1)}
+        self.paddings: dict[Partition, Fraction] = {}
         self.weights = Weights(analysis, matching, terms)
         self.caches = Caches(analysis, terms)
         self.order = {n.name: k for k, n in enumerate(analysis.program.graph.nodes)}
@@ -122,10 +122,8 @@ class _Poser:
         )
 
     def _find_readers(self) -> None:
-        for use in self.analysis.uses.values():
-            for k, operand in enumerate(use.operands):
-                if operand.value in self.analysis.dims:
-                    self.readers[operand.value].append((use, k))
+        for value in self.analysis.dims:
+            self.readers[value] += self.analysis.readers[value]
         for value in self._output_values():
             self.readers[value].append((None, 0))
         for kept in self.caches.outputs:
@@ -161,11 +159,8 @@ class _Poser:
 
     def _is_bounded(self, node: Any, strategy: Strategy) -> bool:
         """Whether rows are grouped by bounds that are known where the node stands."""
-        for axis in Partition.of(strategy.axis).axes:
-            groups = self.analysis.forest.named(axis).groups
-            if groups and self.order[groups.bounds] >= self.order[node.name]:
-                return False
-        return True
+        groups = self.analysis.forest.row_groups(strategy.partition)
+        return groups is None or self.order[groups.bounds] < self.order[node.name]
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
 
@@ -288,15 +283,15 @@ class _Poser:
                 self.terms.tp,
                 self.terms.request.machine,
                 self.terms.everything,
-                lambda placement: self._padding(placement.axis),
+                lambda placement: self._padding(placement.partition),
             )
         return found
 
-    def _padding(self, partition: str) -> Fraction:
+    def _padding(self, partition: Partition) -> Fraction:
         found = self.paddings.get(partition)
         if found is None:
-            cut, tp = Partition.of(partition), self.terms.tp
-            found = self.paddings[partition] = self.analysis.forest.padding(cut, tp)
+            found = self.analysis.forest.padding(partition, self.terms.tp)
+            self.paddings[partition] = found
         return found
 
     def _read(self, use: Use) -> None:
@@ -381,15 +376,15 @@ def _table(
 
 
 def _canonical(
-    rows: Iterable[Any], columns: Iterable[Any], padding: Callable[[str], Fraction]
+    rows: Iterable[Any], columns: Iterable[Any], padding: Callable[[Partition], Fraction]
 ) -> object:
     """Placements with axes numbered by first appearance: equal for equal layers."""
-    numbers: dict[str, int] = {}
+    numbers: dict[Partition, int] = {}
 
     def plain(item: Placement | Iterable[Any]) -> object:
         if isinstance(item, Placement):
-            number = numbers.setdefault(item.axis, len(numbers))
-            return item.kind, item.dim, padding(item.axis), number
+            number = numbers.setdefault(item.partition, len(numbers))
+            return item.kind, item.dim, padding(item.partition), number
         return tuple(plain(p) for p in item)
 
     return tuple(plain(r) for r in rows), tuple(plain(c) for c in columns)
@@ -412,9 +407,9 @@ class Weights:
 
     def cost(self, name: str, value: Value, placement: Placement) -> WeightCost:
         """What parameter `name` costs in `placement`."""
-        size, split = self._bytes(value), self._split(value, placement)
+        size, split = self._bytes(value), self.analysis.split(value, placement)
         home, off = self._home(name, size), 0
-        if home and home.isdisjoint(Partition.of(placement.axis).axes):
+        if home and home.isdisjoint(placement.partition.axes):
             off = size
         elif home and split is not None:  # segments without the axis stay whole
             off = size * split.whole() // split.length()
@@ -422,21 +417,13 @@ class Weights:
         return WeightCost(off, self._bucket(placement, split, summed), self._held(split, size))
 
     def _bytes(self, value: Value) -> int:
-        meta = self.analysis.metas[value]
-        return meta.numel() * meta.element_size()
+        return self.analysis.metas[value].nbytes
 
     def _held(self, split: Split | None, size: int) -> int:
         """The bytes that the fullest rank holds."""
         if split is None:
             return size
         return size * split.local_length(0, self.terms.tp) // split.length()
-
-    def _split(self, value: Value, placement: Placement) -> Split | None:
-        """How a parameter is cut; None if it is whole."""
-        if not placement.is_split:
-            return None
-        dim = self.analysis.dims[value][placement.dim]
-        return self.analysis.forest.split(dim, Partition.of(placement.axis))
 
     def _home(self, name: str, size: int) -> frozenset[str]:
         """Names of the axes one of which the parameter should be split along; empty if it is
@@ -524,6 +511,5 @@ class Caches:
     def _cut(self, placement: Placement, value: Value) -> Cut:
         if not placement.is_split:
             return None, ()
-        dim = self.analysis.dims[value][placement.dim]
-        split = self.analysis.forest.split(dim, Partition.of(placement.axis))
+        split = self.analysis.split(value, placement)
         return placement.dim, split.encode() if split else ()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value
 from autotp.planner.analysis import Analysis, kept_outputs
@@ -89,6 +88,5 @@ def _cut(analysis: Analysis, value: Value, placement: Placement) -> object:
     """What each rank has of a value, apart from how its axes are called in one program."""
     if not placement.is_split:
         return "R", None, ()
-    dim = analysis.dims[value][placement.dim]
-    split = analysis.forest.split(dim, Partition.of(placement.axis))
+    split = analysis.split(value, placement)
     return placement.kind[0], placement.dim, split.encode() if split else ()

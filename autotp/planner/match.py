@@ -64,10 +64,6 @@ class _Finder:
     ) -> None:
         self.rest = rest
         self.analysis, self.forest, self.rulebook = analysis, analysis.forest, rulebook
-        self.consumers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
-        for use in analysis.uses.values():
-            for k, operand in enumerate(use.operands):
-                self.consumers[operand.value].append((use, k))
         self.outputs = leaving_whole(analysis)
         self.openers: dict[Atom, list[str]] = defaultdict(list)
         self.closers: dict[Atom, list[str]] = defaultdict(list)
@@ -162,7 +158,7 @@ class _Finder:
         while todo and reach.clean:
             value = todo.pop(0)
             reach.output |= value in self.outputs
-            for use, k in self.consumers[value]:
+            for use, k in self.analysis.readers[value]:
                 for found in self._step(use, k, axis, reach):
                     if found not in seen:
                         seen.add(found)
@@ -394,7 +390,7 @@ def carried(analysis: Analysis, name: str, axes: tuple[Atom, ...]) -> Fraction:
     value = (analysis.parameters[name], 0)
     meta = analysis.metas[value]
     shares = (_share(analysis.forest, dim, axes) for dim in analysis.dims[value])
-    return Fraction(meta.numel() * meta.element_size()) * max(shares, default=Fraction(0))
+    return Fraction(meta.nbytes) * max(shares, default=Fraction(0))
 
 
 def _share(forest: Forest, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autotp.algebra.axis import Atom
-from autotp.capture.graph_facts import Value
 from autotp.planner.analysis import Analysis, Matching, Use
 
 __all__ = ["with_experts"]
@@ -64,23 +63,9 @@ def _beside(analysis: Analysis) -> dict[str, set[Atom]]:
     """For each parameter that is contracted, its axes that activations have too, or whose groups
     are.
     """
-    readers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
-    for use in analysis.uses.values():
-        for k, operand in enumerate(use.operands):
-            readers[operand.value].append((use, k))
-
-    def products(value: Value) -> Iterator[tuple[Use, int]]:
-        for use, k in readers[value]:
-            inner = [(use.node, r) for r in range(len(use.rule.results))]
-            moved = [v for v in inner if v in analysis.weights]
-            if not moved:
-                yield use, k
-            for v in moved:
-                yield from products(v)
-
     found: dict[str, set[Atom]] = defaultdict(set)
-    for name, node in analysis.parameters.items():
-        for use, k in products((node, 0)):
+    for name in analysis.parameters:
+        for use, k in analysis.readers_of_parameter(name):
             found[name].update(_several(analysis, use, k))
     return found
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autotp.algebra.axis import Dim, Forest
-from autotp.capture.graph_facts import Value, results_of, source_of
+from autotp.capture.graph_facts import Value, module_path, results_of, source_line, source_of
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
 from autotp.errors import UnknownOpError
@@ -56,10 +56,8 @@ def propagate(
 
 def _unknown(nodes: Sequence[fx.Node]) -> str:
     first = nodes[0]
-    stack = first.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "") or "the root"
-    line = (first.meta.get("stack_trace") or "").strip().splitlines()
-    source = f" ({line[-2].strip()}: {line[-1].strip()})" if len(line) > 1 else ""
+    path, line = module_path(first) or "the root", source_line(first)
+    source = f" ({line})" if line else ""
     others = sorted({str(n.target) for n in nodes} - {str(first.target)})
     more = f"; without one too: {', '.join(others)}" if others else ""
     return (

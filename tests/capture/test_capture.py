@@ -308,7 +308,7 @@ def test_falls_back_to_a_fixed_sequence() -> None:
     assert {"x": (0, 1)} == program.data_dims
     assert broken_guard(program, {"x": torch.randn(5, 6, 8)}) is None
     broken = broken_guard(program, {"x": torch.randn(2, 7, 8)})
-    assert Guard("L['x'].size()[1] == 6", "x") == broken
+    assert Guard("L['x'].size()[1] == 6") == broken
 
 
 class Limited(nn.Module):
@@ -324,9 +324,9 @@ def test_guards_name_the_input_they_are_about() -> None:
     typed = good | {"mask": torch.ones(2, 6, 8, dtype=torch.int64)}
 
     assert broken_guard(program, good) is None
-    assert Guard("L['x'].size()[1] <= 100", "x") == broken_guard(program, longer)
+    assert Guard("L['x'].size()[1] <= 100") == broken_guard(program, longer)
     assert "L['mask'].size()[1]" in str(broken_guard(program, unequal))
-    assert Guard("L['mask'].dtype == torch.float32", "mask") == broken_guard(program, typed)
+    assert Guard("L['mask'].dtype == torch.float32") == broken_guard(program, typed)
 
 
 class Branches(nn.Module):

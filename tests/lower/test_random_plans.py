@@ -82,7 +82,7 @@ def test_a_contracted_dim_is_not_split_along_an_axis_that_a_segment_lacks(traini
     facts = Facts(((dim,), (dim,)), frozenset({0, 1}), frozenset(), floating=True, flows=True)
     found = strategies(rule, facts, forest, 2, training=training)
 
-    assert [] == [s for s in found if s.axis]
+    assert [] == [s for s in found if s.partition.parts]
 
 
 def test_a_contracted_dim_is_split_along_an_axis_that_every_segment_has() -> None:
@@ -91,7 +91,7 @@ def test_a_contracted_dim_is_split_along_an_axis_that_every_segment_has() -> Non
     dim = (forest.sum_of([(axis,), (axis,)]),)
     rule = NodeRule((Factor("reduce", dim, ((0, 0), (1, 0)), "sum"),), ((),))
     facts = Facts(((dim,), (dim,)), frozenset({0, 1}), frozenset(), floating=True, flows=True)
-    found = [s for s in strategies(rule, facts, forest, 2, training=False) if s.axis]
+    found = [s for s in strategies(rule, facts, forest, 2, training=False) if s.partition.parts]
 
     assert [split(0, axis.name)] * 2 == list(found[0].operands)
     assert (PARTIAL,) == found[0].results

@@ -168,7 +168,7 @@ def test_what_lacks_the_axis_in_a_fused_dim_is_copied_and_its_gradient_partial()
         made = strategies(rule, facts, forest, 2, training=training)
         return {s.label: s for s in made}[wanted]
 
-    cut = heads[0].name
+    cut = Partition((Part(heads[0].name),))
     assert (Placement("S", 0, cut), REPLICATED) == found(training=False).results
     assert (Placement("S~", 0, cut), SHARED) == found(training=True).results
 
@@ -179,7 +179,7 @@ def test_uneven_parts_need_a_unit_for_every_rank_and_an_offer() -> None:
 
     def cut(tp: int, offers: Offers) -> bool:
         made = strategies(op.rule, op.facts, op.forest, tp, training=True, offers=offers)
-        return any(s.axis == name(op.out) for s in made)
+        return any(s.partition.axes == (name(op.out),) for s in made)
 
     assert cut(4, offers)
     assert not cut(6, offers)
@@ -202,11 +202,13 @@ def test_a_factored_group_copies_what_has_one_of_its_axes() -> None:
     facts = Facts(dims, frozenset({0, 1}), frozenset(), floating=True, flows=True)
     both = Partition((Part(name(kv), 2, 2), Part(name(group), 2, 1)))
     offers = Offers(joint=(both,))
-    made = {s.axis: s for s in strategies(rule, facts, forest, 4, training=True, offers=offers)}
+    made = {
+        s.partition: s for s in strategies(rule, facts, forest, 4, training=True, offers=offers)
+    }
 
-    found = made[str(both)]
-    assert (Placement("SS", 0, str(both)), Placement("S~", 0, f"{name(kv)}/2:2")) == found.operands
-    assert (Placement("SS", 0, str(both)),) == found.results
+    copied = both.among({name(kv)})
+    assert (Placement("SS", 0, both), Placement("S~", 0, copied)) == made[both].operands
+    assert (Placement("SS", 0, both),) == made[both].results
 
 
 def test_an_axis_within_a_product_names_its_own_axis() -> None:
@@ -215,6 +217,16 @@ def test_an_axis_within_a_product_names_its_own_axis() -> None:
     merged = heads + size
     rule = NodeRule((Factor("pass", merged, ((0, 0), (~0, 0))),), ((merged,),))
     facts = Facts(((merged,),), frozenset({0}), frozenset(), floating=True, flows=True)
-    found = {s.axis: s.results for s in strategies(rule, facts, forest, 2, training=True) if s.axis}
+    made = strategies(rule, facts, forest, 2, training=True)
+    found = {s.partition.axes: s.results for s in made if s.partition.parts}
 
-    assert {a: (Placement("S", 0, a),) for a in (heads[0].name, size[0].name)} == found
+    assert {(a.name,): (split(0, a.name),) for a in (heads[0], size[0])} == found
+
+
+def test_placements_are_sorted_by_their_notation() -> None:
+    """The order of a domain, and so every tie, follows the text of an axis: a10 before a2."""
+    factored = Placement("S", 0, Partition((Part("a10", 2, 2),)))
+    wanted = [REPLICATED, split(0, "a10"), factored, split(0, "a2"), split(1, "a1")]
+    shuffled = [wanted[k] for k in (3, 1, 4, 0, 2)]
+
+    assert wanted == sorted(shuffled)

@@ -231,7 +231,7 @@ def test_identical_layers_run_one_function() -> None:
 
 @pytest.mark.slow
 def test_a_broken_guard_asks_for_another_variant() -> None:
-    guard = Guard("L['ids'].size()[1] <= 12", "ids")
+    guard = Guard("L['ids'].size()[1] <= 12")
     _, tree, ids = hand(guards=(guard,))
     tree.eval().prepare(ids)
     tree.prepare(ids[:, :5])
@@ -448,7 +448,7 @@ def test_recomputation_in_backward_finds_the_code_of_its_forward() -> None:
 
 @pytest.mark.slow
 def test_compiles_as_one_graph_a_variant() -> None:
-    model, tree, ids = hand(guards=(Guard("L['ids'].size()[1] <= 64", "ids"),))
+    model, tree, ids = hand(guards=(Guard("L['ids'].size()[1] <= 64"),))
     tree.eval().prepare(ids)
     compiled = torch.compile(tree, fullgraph=True, dynamic=True, backend="aot_eager")
 

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx, nn
 
-from autotp.algebra.placement import PARTIAL, Placement
+from autotp.algebra.placement import PARTIAL
 from autotp.algebra.split import Extent, Segment, Split
 from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import VerifyError
@@ -298,7 +298,7 @@ def unscaled(graph: fx.Graph) -> str:
 
 
 def is_sum(strategy: Strategy) -> bool:
-    return strategy.results[0] == PARTIAL and bool(strategy.axis)
+    return strategy.results[0] == PARTIAL and bool(strategy.partition.parts)
 
 
 def is_whole(strategy: Strategy) -> bool:
@@ -400,7 +400,7 @@ def test_the_type_check_names_layouts_that_are_not_the_graphs() -> None:
     parameters = dict(one.decision.parameters)
     for name, placement in one.decision.parameters.items():
         if ".mlp." in name:
-            parameters[name] = Placement("S", 1 - placement.dim, placement.axis)
+            parameters[name] = replace(placement, dim=1 - placement.dim)
     said = checked("llama", one, replace(one.decision, parameters=parameters))
 
     assert "model.layers.0.mlp.gate_proj.weight is laid out S(1, " in said

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 
+from autotp.algebra.partition import UNCUT
 from autotp.oprules.notation import parse
 from autotp.oprules.rule import Row
 from autotp.oprules.rulebook import Rulebook, load
@@ -48,20 +49,20 @@ def test_shards_joined_by_placement_are_the_whole(op: str) -> None:
     sorted(op for op, row in RULES.rows.items() if row.derive != "whole" and not row.loss),
 )
 def test_some_sample_of_every_row_can_be_split(op: str) -> None:
-    axes = {
-        strategy.axis
+    partitions = {
+        strategy.partition
         for sample in SAMPLES[op]
         for case in cases(op, sample, RULES)
         for strategy in strategies_of(case, 2, training=True)
     }
 
-    assert axes > {""}
+    assert partitions > {UNCUT}
 
 
 def test_dropout_drops_the_same_elements_on_every_rank_that_holds_a_summand() -> None:
     sample = call(X, 0.5, True)
     case = next(cases("aten.dropout.default", sample, RULES))
-    whole = [s for s in strategies_of(case, 2, training=True) if not s.axis]
+    whole = [s for s in strategies_of(case, 2, training=True) if not s.partition.parts]
 
     assert ["replicated", "partial:0", "shared"] == [s.label for s in whole]
     assert [] == violations(case, 2, only=whole)

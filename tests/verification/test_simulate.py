@@ -48,7 +48,6 @@ def program_of(graph: fx.Graph, **lifted: Tensor) -> Program:
         graph=graph,
         inputs=("x",),
         constants={},
-        in_spec=pytree.tree_structure({"x": 0}),
         out_spec=pytree.tree_structure((0,)),
         lifted=lifted,
         tied={},

@@ -13,7 +13,7 @@ __all__ = ["caches", "held"]
 
 
 def caches(
-    findings: Findings, named: Callable[[str], str], pricing: Pricing
+    findings: Findings, named: Callable[[Partition], str], pricing: Pricing
 ) -> dict[str, CacheRecord]:
     """The tensors of the cache by path; `named` gives an axis the name that people read."""
     kept = kept_outputs(findings.analysis)
@@ -33,16 +33,14 @@ def _held(record: CacheRecord, tp: int) -> int:
 
 
 def _record(
-    kept: Kept, findings: Findings, named: Callable[[str], str], pricing: Pricing
+    kept: Kept, findings: Findings, named: Callable[[Partition], str], pricing: Pricing
 ) -> CacheRecord:
     analysis, placement = findings.analysis, findings.decision.kept[kept.number]
     meta = analysis.metas[kept.value]
     size = pricing.bytes(meta)
-    if not placement.is_split:
+    split = analysis.split(kept.value, placement)
+    if split is None:
         return CacheRecord(kept.path, bytes=size)
-    dim = analysis.dims[kept.value][placement.dim]
-    split = analysis.forest.split(dim, Partition.of(placement.axis))
-    assert split is not None, f"{placement} has no split"
     length = int(meta.shape[placement.dim])
-    axis = named(placement.axis)
+    axis = named(placement.partition)
     return CacheRecord(kept.path, placement.dim, axis, length, split.encode(), size)

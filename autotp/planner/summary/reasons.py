@@ -10,7 +10,6 @@ from math import prod
 from typing import Final
 
 from autotp.algebra.axis import Atom
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED
 from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
@@ -42,7 +41,7 @@ class Reasons:
     ) -> None:
         self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
         self.layouts, self.names = layouts, names
-        self.walk = Walk(findings.analysis, layouts, findings.ways)
+        self.walk = Walk(findings.analysis, findings.ways)
         self.repeated: dict[str, int] = defaultdict(int)
         for name, tensor in whole.parameters.items():
             self.repeated[starred(name)] += tensor.nbytes
@@ -101,7 +100,7 @@ class Reasons:
 
     def _axes_cut(self, name: str) -> tuple[str, ...]:
         """What a parameter is cut along."""
-        return Partition.of(self.found.decision.parameters.get(name, REPLICATED).axis).axes
+        return self.found.decision.parameters.get(name, REPLICATED).partition.axes
 
     def _added_after(self, name: str) -> str:
         """Where the products are that a bias is added to, if they are partial sums before it."""

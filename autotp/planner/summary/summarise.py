@@ -12,7 +12,7 @@ from math import ceil, prod
 import torch
 
 from autotp.algebra.axis import Atom, Dim
-from autotp.algebra.partition import Part, Partition
+from autotp.algebra.partition import UNCUT, Part, Partition
 from autotp.algebra.placement import REPLICATED, SUMS, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.capture.program import Program
@@ -20,14 +20,24 @@ from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
 from autotp.cost.conversions import moved_bytes
+from autotp.dtypes import dtype_name
 from autotp.options import Request
 from autotp.planner.analysis import AxisPair, Emitted
 from autotp.planner.layouts import Layouts
+from autotp.planner.strategy import Strategy
 from autotp.planner.summary.caches import caches, held
 from autotp.planner.summary.findings import Call, Findings
 from autotp.planner.summary.ops import differing, discovered, unruled
 from autotp.planner.summary.reasons import Reasons
-from autotp.records.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.records.plan import (
+    CacheRecord,
+    CollectiveRecord,
+    Pair,
+    ParameterRecord,
+    PlacementRecord,
+    Plan,
+    Shard,
+)
 from autotp.records.replication import much_whole
 from autotp.solver.problem import LEVELS, Solution
 
@@ -105,9 +115,7 @@ class _Summary:
                 "reduce_dtype": _dtype_name(call.request.reduce_dtype),
                 **_rules(call.request),
             },
-            choices={
-                n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()
-            },
+            choices={n.name: self._label(s) for n, s in self.found.decision.strategies.items()},
             unused_fraction=unused,
             discovered=discovered(self.analysis),
             differing=differing(self.found, tp=call.tp, training=call.training),
@@ -152,7 +160,7 @@ class _Summary:
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
         return Pair(
             role=pair.role.name,
-            axis=self._axis_name(str(cut)) if len(cut.parts) > 1 else named,
+            axis=self._axis_name(cut) if len(cut.parts) > 1 else named,
             size=prod(a.size.static or 0 for a in axes),
             local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
             openers=pair.openers,
@@ -206,16 +214,15 @@ class _Summary:
         axes = {a.name for a in (*pair.axes, *experts, *others)}
         weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
-            cut = Partition.of(self._placement(name).axis).among(axes)
+            cut = self._placement(name).partition.among(axes)
             if cut.parts:
                 weight[cut] += self.whole.parameters[name].numel()
-        return max(weight, key=lambda c: weight[c], default=Partition(()))
+        return max(weight, key=lambda c: weight[c], default=UNCUT)
 
-    def _axis_name(self, text: str) -> str:
+    def _axis_name(self, partition: Partition) -> str:
         """What a partition cuts, for people: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
-        parts = Partition.of(text).parts
-        names = [self.names.get(p.axis, p.axis) for p in parts]
-        joint = "*" if any(p.parts for p in parts) else "+"
+        names = [self.names.get(axis, axis) for axis in partition.axes]
+        joint = "*" if any(p.parts for p in partition.parts) else "+"
         return joint.join([names[0], *(n.rpartition(".")[2] for n in names[1:])])
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────
@@ -232,45 +239,42 @@ class _Summary:
         placement = self._placement(name)
         split = self._split(name, placement)
         layout = self.layouts.of(name, placement)
-        axis = self._axis_name(placement.axis) if split else placement.axis
+        axis = self._axis_name(placement.partition) if split else None
         return ParameterRecord(
             name=name,
             layout=layout,
             dim=placement.dim if split else None,
-            axis=axis if split else None,
-            axis_size=self._axis_size(placement.axis) if split else None,
+            axis=axis,
+            axis_size=self._axis_size(placement.partition) if split else None,
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=_bytes(tensor),
+            dtype=dtype_name(tensor.dtype),
+            bytes=tensor.nbytes,
             split=split.encode() if split else (),
             shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.call.tp)),
-            placement=(Placement(placement.kind, placement.dim, axis),),
-            reason=self.reasons.segments(split, placement.dim, axis)
+            placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
+            reason=self.reasons.segments(split, placement.dim, axis or "")
             if split
             else self.reasons.parameter(name, layout),
             gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
 
-    def _axis_size(self, text: str) -> int:
-        parts = Partition.of(text).parts
-        sizes = [self.forest.named(p.axis).size.coefficient for p in parts]
-        return prod(sizes) if any(p.parts for p in parts) else sum(sizes)
+    def _axis_size(self, partition: Partition) -> int:
+        sizes = [self.forest.named(axis).size.coefficient for axis in partition.axes]
+        return prod(sizes) if any(p.parts for p in partition.parts) else sum(sizes)
 
     def _split(self, name: str, placement: Placement) -> Split | None:
-        if not placement.is_split:
-            return None
-        dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
-        return self.forest.split(dims[placement.dim], Partition.of(placement.axis))
+        node = self.analysis.parameters.get(name)
+        return self.analysis.split((node, 0), placement) if node else None
 
     def _shard(
         self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
     ) -> Shard:
         if split is None:
-            return Shard(tuple(tensor.shape), _bytes(tensor), ())
+            return Shard(tuple(tensor.shape), tensor.nbytes, ())
         shape = list(tensor.shape)
         shape[placement.dim] = split.local_length(rank, self.call.tp)
-        size = _bytes(tensor) // tensor.shape[placement.dim] * shape[placement.dim]
+        size = tensor.nbytes // tensor.shape[placement.dim] * shape[placement.dim]
         return Shard(tuple(shape), size, tuple(split.ranges(rank, self.call.tp)))
 
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
@@ -316,7 +320,7 @@ class _Summary:
         memory = memory_bytes(
             by_dtype, call.request.optimizer, call.request.state_dtype, training=call.training
         )
-        memory = {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
+        memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}
         if self.analysis.program.carried:
             memory["kv_cache"] = held(self._caches().values(), call.tp)
         return memory
@@ -349,13 +353,14 @@ class _Summary:
                 f"they come. Traced with free sizes, torch.export fails: {reason}"
             )
 
-    def _label(self, label: str) -> str:
-        number, _, axis = label.partition(":")
-        return f"{number}:{self._axis_name(axis)}" if number.isdigit() else label
+    def _label(self, strategy: Strategy) -> str:
+        if not strategy.partition.parts:
+            return strategy.label
+        return f"{strategy.label.partition(':')[0]}:{self._axis_name(strategy.partition)}"
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+    return None if dtype is None else dtype_name(dtype)
 
 
 def _rules(request: Request) -> dict[str, object]:
@@ -389,7 +394,3 @@ def _module(names: Sequence[str]) -> str:
     while all(len(p) > shared and p[shared] == paths[0][shared] for p in paths):
         shared += 1
     return ".".join(paths[0][:shared])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -129,7 +129,6 @@ def _case(
         graph=graph,
         inputs=tuple(f"t{k}" for k in sorted(constant)),
         constants={},
-        in_spec=pytree.tree_structure({}),
         out_spec=pytree.tree_structure(()),
         lifted={},
         tied={},

@@ -17,7 +17,9 @@ All axes may be cut unevenly, and all pairs of axes of one dim, or of two, by a 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -88,7 +90,7 @@ def _strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
     """Those to look at: of sizes with a group in factors, what needs one (the rest is as at 2)."""
     every = strategies_of(case, tp, training=training)
     prime = all(tp % n for n in range(2, tp))
-    return every if prime else tuple(s for s in every if "/" in s.axis)
+    return every if prime else tuple(s for s in every if any(p.parts for p in s.partition.parts))
 
 
 def _forward(strategy: Strategy) -> tuple[object, ...]:
@@ -169,7 +171,7 @@ class _Law:
         return self._summands(x) if placement.kind == "P" else [x] * self.tp
 
     def _bounds(self, placement: Placement) -> Tensor:
-        groups = self.forest.named(placement.axis).groups
+        groups = self.forest.row_groups(placement.partition)
         assert groups is not None
         return self.case.tensors[groups.bounds]
 
@@ -221,7 +223,7 @@ class _Law:
     # ── comparing ────────────────────────────────────────────────────────────────────────────
 
     def _shapes(self, graph: fx.Graph, local: list[Tensor]) -> Iterator[str]:
-        made = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+        made = cast("tuple[fx.Node, ...]", graph.output_node().args[0])
         for k, node in enumerate(made):
             shape = tuple(node.meta["val"].shape)
             if shape != tuple(local[k].shape):
@@ -301,7 +303,7 @@ class _Law:
 
 def splits_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> list[tuple[int, Split]]:
     """The dims of a value that `placement` cuts, and how."""
-    partition = Partition.of(placement.axis)
+    partition = placement.partition
     cut = [placement.dim]
     if placement.kind == "SS":
         cut = [d for d, dim in enumerate(dims) if forest.present((dim,), partition).parts]
@@ -312,7 +314,7 @@ def splits_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> list
 def _dual(placement: Placement) -> Placement:
     """How the gradient of a value so placed lies."""
     kinds: dict[str, Kind] = {"P": "R", "R~": "P"}
-    return Placement(kinds.get(placement.kind, placement.kind), placement.dim, placement.axis)
+    return replace(placement, kind=kinds.get(placement.kind, placement.kind))
 
 
 def _backward(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor]) -> list[Tensor]:

@@ -1,23 +1,10 @@
 """Where a node comes from, in words: for every message about a graph."""
 
-import re
-from collections.abc import Mapping
-from pathlib import PurePath
-from typing import Any
-
-import torch
 from torch import fx
-from torch._ops import OpOverload
 
-__all__ = ["op_name", "whereabouts"]
+from autotp.capture.graph_facts import module_path, op_name, source_line
 
-_LIBRARY = str(PurePath(str(torch.__file__)).parent)
-_CODE_LINE = re.compile(r'File "([^"]+)", line (\d+), in .*\n\s*(\S.*)')
-
-
-def op_name(target: object) -> str:
-    """The name of an op without its overload, e.g. `autotp::copy`; empty for what is not one."""
-    return target.name().split(".")[0] if isinstance(target, OpOverload) else ""
+__all__ = ["whereabouts"]
 
 
 def whereabouts(node: fx.Node, flat: str = "") -> str:
@@ -27,15 +14,7 @@ def whereabouts(node: fx.Node, flat: str = "") -> str:
     name in the flat graph, `flat`, is another, that stands in front.
     """
     op = op_name(node.target).replace("::", ".") or str(node.target)
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
-    source = _source_line(node.meta.get("stack_trace") or "")
+    path, line = module_path(node), source_line(node)
+    source = f" ({line})" if line else ""
     name = node.name if flat in ("", node.name) else f"{flat} ({node.name})"
     return f"{name} = {op}{f' at {path}' if path else ''}{source}"
-
-
-def _source_line(trace: str) -> str:
-    """The last line of the model's own code, of a library's if there is no other."""
-    lines: list[tuple[str, str, str]] = _CODE_LINE.findall(trace)
-    own = [line for line in lines if _LIBRARY not in line[0]] or lines
-    return f" ({PurePath(own[-1][0]).name}:{own[-1][1]}: `{own[-1][2]}`)" if own else ""
