@@ -4,7 +4,7 @@ capture → analyse → match → pose → solve → rewrite → account. Calls 
 posed and solved as one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from autotp.capture.clean import retarget
 from autotp.capture.generation_calls import Calls
 from autotp.capture.input_length import made_up
 from autotp.capture.inputs import example_inputs
+from autotp.capture.postconditions import find_program_faults
 from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
@@ -40,6 +41,11 @@ from autotp.planner.formulate import Posed, decide, pose
 from autotp.planner.formulate_phases import PosedPhase, pose_phases
 from autotp.planner.match import match
 from autotp.planner.offers import offered
+from autotp.planner.postconditions import (
+    find_analysis_faults,
+    find_matching_faults,
+    find_problem_faults,
+)
 from autotp.planner.propagate import analyse
 from autotp.planner.summary.phases import with_phases
 from autotp.planner.summary.summarise import Asked, Found, account
@@ -54,6 +60,7 @@ from autotp.runtime.variant import Signature, key_of, mode_of
 from autotp.solver.joint import parted
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
+from autotp.stage_check import Stage, check_stage, is_switched_on
 
 __all__ = ["Made", "Work"]
 
@@ -127,6 +134,7 @@ class Work:
             given, self.program = made_up(model, self.training, self._captured)
         else:
             self.program = self._captured(given)
+        self._check_stage("capture", find_program_faults(self.program, self._tensors()))
         self.inputs = Signature.of(model).spelled(stated(given))
         self.rules = rulebook.load()
         machine = options.machine
@@ -135,8 +143,19 @@ class Work:
         )
         names, strict, grad = list(self.whole.parameters), options.strict, self.training
         self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
+        self._check_stage("propagate", find_analysis_faults(self.analysis, self.rules))
         self.matching = match(self.analysis, self.rules)
+        self._check_stage("match", find_matching_faults(self.analysis, self.matching))
         self.pricing = Pricing(self.program, tensor_leaves(self.inputs), options.reduce())
+
+    def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
+        if self.options.check_stages or is_switched_on():
+            check_stage(stage, self.whole.name, faults)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers that the graph may read, by name."""
+        named = self.model.named_parameters(), self.model.named_buffers()
+        return {name: tensor for every in named for name, tensor in every}
 
     def _captured(self, given: Mapping[str, Any]) -> Program:
         inputs = Signature.of(self.model).spelled(stated(given))
@@ -180,7 +199,9 @@ class Work:
             offered(self.analysis, self.matching, tp),
             self.caches,
         )
-        return pose(self.analysis, self.matching, terms)
+        problem = pose(self.analysis, self.matching, terms)
+        self._check_stage("formulate", find_problem_faults(self.analysis, problem))
+        return problem
 
     def made_of(
         self,

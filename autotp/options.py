@@ -1,7 +1,7 @@
 """The keyword arguments that `plan`, `parallelize` and `verify` have in common, checked once."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
@@ -36,7 +36,10 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a plan may be asked for; see `autotp.plan` for each."""
+    """What a plan may be asked for; see `autotp.plan` for each.
+
+    - `check_stages`: the postcondition of every stage is checked (`autotp.stage_check`).
+    """
 
     example_inputs: Mapping[str, Any] | None = None
     training: bool | None = None
@@ -49,11 +52,12 @@ class Options:
     strict: bool = False
     plan: Plan | str | Path | None = None
     new_tokens: int = 0
+    check_stages: bool = False
 
     @staticmethod
     def of(**given: Unpack[Keywords]) -> "Options":
         """The options that a caller's keywords spell; PlanError for one that no option has."""
-        known = [option.name for option in fields(Options)]
+        known = list(Keywords.__annotations__)
         for name in given:
             if name not in known:
                 close = get_close_matches(name, known, 1)

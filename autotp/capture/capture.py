@@ -340,7 +340,6 @@ def _graph(
         if reason := functionalise(graph):
             raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
     clean(graph, lifted)
-    graph.lint()
     return graph, lifted
 
 

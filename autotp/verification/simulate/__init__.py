@@ -9,7 +9,7 @@ another, so that gradients are in lockstep as well. A wrong graph gives wrong va
 would there; what would hang there is an error.
 """
 
-from autotp.verification.simulate.locations import op_name, whereabouts
+from autotp.capture.graph_facts import op_name, whereabouts
 from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
 from autotp.verification.simulate.ranks import Simulation, simulate, variant_for, walk
 

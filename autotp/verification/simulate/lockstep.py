@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
+from autotp.capture.graph_facts import op_name, whereabouts
 from autotp.errors import AutotpError, VerifyError
 from autotp.verification.simulate.collectives import JOINT, NAMESPACES, Tally
-from autotp.verification.simulate.locations import op_name, whereabouts
 
 __all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "flat_name"]
 
