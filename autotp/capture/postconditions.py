@@ -4,6 +4,7 @@ Constraints: only the program and the model's own tensors are consulted; nothing
 """
 
 import ast
+import builtins
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from autotp.capture.program import Program
 __all__ = ["find_program_faults"]
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
-_GUARD_NAMES = {"L", "torch", "math"}
+_GUARD_NAMES = {"L", "torch", "math", *dir(builtins)}
 
 
 def find_program_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -156,7 +157,7 @@ def _guard_faults(program: Program) -> Iterator[str]:
         except SyntaxError as error:
             yield f"guard {expression}: is not an expression: {error.msg}"
             continue
-        unknown = {name for name in _names(tree) if name not in _GUARD_NAMES}
+        unknown = set(_names(tree)) - _GUARD_NAMES
         unknown |= {name for name in _subjects(tree) if name not in inputs}
         if unknown:
             yield f"guard {expression}: speaks of {', '.join(sorted(unknown))}, not of an input"

@@ -34,7 +34,8 @@ def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str
     """Each way in which dims, rules and flags of `analysis` contradict its graph or one another."""
     yield from _forest_faults(analysis)
     yield from _coverage_faults(analysis, rulebook)
-    yield from _value_faults(analysis)
+    yield from _dim_faults(analysis)
+    yield from _flag_faults(analysis)
     reader = _RuleReader(analysis)
     for use in analysis.uses.values():
         yield from (f"{whereabouts(use.node)}: {reason}" for reason in reader.faults(use))
@@ -87,8 +88,8 @@ def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
         yield "the analysed nodes are not nodes of the graph in its order"
 
 
-def _value_faults(analysis: Analysis) -> Iterator[str]:
-    """Dims multiply to the sizes in the graph; flags are of values that have dims."""
+def _dim_faults(analysis: Analysis) -> Iterator[str]:
+    """There is one dim for each dim in the graph, and their sizes agree."""
     forest, sizes = analysis.forest, Sizes()
     if analysis.dims.keys() != analysis.metas.keys():
         yield f"{len(analysis.dims)} values have dims, {len(analysis.metas)} have metas"
@@ -103,6 +104,10 @@ def _value_faults(analysis: Analysis) -> Iterator[str]:
                 f"{whereabouts(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
                 f"have sizes {_listed(found)}: {', '.join(forest.text(d) for d in dims)}"
             )
+
+
+def _flag_faults(analysis: Analysis) -> Iterator[str]:
+    """Weights and differentiable values have dims; gradients are of floating-point values."""
     for name, node in analysis.parameters.items():
         if (node, 0) not in analysis.weights or str(node.target) != name:
             yield f"parameter {name} is read by {whereabouts(node)}, which is not its weight"
@@ -223,8 +228,8 @@ def _unruled_faults(analysis: Analysis) -> Iterator[str]:
     for node, use in analysis.uses.items():
         if (node in unruled) != (not use.rule.ruled and bool(results_of(node))):
             yield (
-                f"{whereabouts(node)}: is {'' if node in unruled else 'not '}listed as unruled, but "
-                f"its rule says ruled={use.rule.ruled}"
+                f"{whereabouts(node)}: listed as unruled is {node in unruled}, but its rule says "
+                f"ruled={use.rule.ruled}"
             )
     for node in unruled - analysis.uses.keys():
         yield f"{whereabouts(node)}: is listed as unruled, but was not analysed"
@@ -243,27 +248,30 @@ def _unruled_faults(analysis: Analysis) -> Iterator[str]:
 def find_matching_faults(analysis: Analysis, matching: Matching) -> Iterator[str]:
     """Each way in which the pairs and homes of `matching` contradict the rules of `analysis`."""
     roles = _Roles.of(analysis)
-    for pair in matching.pairs:
-        yield from (f"{_pair_text(pair)}: {reason}" for reason in roles.pair_faults(pair))
     owners: dict[Atom, AxisPair] = {}
     for pair in matching.pairs:
+        yield from (f"{_pair_text(pair)}: {reason}" for reason in roles.pair_faults(pair))
         for axis in pair.axes:
             if owners.setdefault(axis, pair) is not pair:
                 yield f"axis {axis.name} is in two pairs: {_pair_text(pair)} and another"
-    settled = {id(pair) for pair in matching.pairs}
-    for name, pair in matching.pair_of.items():
-        if id(pair) not in settled:
-            yield f"parameter {name} is in {_pair_text(pair)}, which is none of the pairs"
-        if name not in (*pair.openers, *pair.closers):
-            yield f"parameter {name} neither opens nor closes its pair: {_pair_text(pair)}"
-    if matching.home.keys() != matching.pair_of.keys():
-        odd = ", ".join(sorted(matching.home.keys() ^ matching.pair_of.keys()))
-        yield f"parameters that have a pair or home axes, but not both: {odd}"
+    yield from _settled_faults(matching)
     for name, axes in matching.home.items():
         yield from (f"parameter {name}: {reason}" for reason in roles.home_faults(name, axes))
     for name, axis in matching.experts.items():
         if name not in analysis.parameters or (axis,) not in roles.dims_of(name):
             yield f"parameter {name}: its axis of experts {axis.name} is not one of its dims"
+
+
+def _settled_faults(matching: Matching) -> Iterator[str]:
+    """A parameter has settled in one of the pairs, which it opens or closes, and has homes then."""
+    pairs = set(matching.pairs)
+    for name, pair in matching.pair_of.items():
+        if pair not in pairs:
+            yield f"parameter {name} is in {_pair_text(pair)}, which is none of the pairs"
+        if name not in (*pair.openers, *pair.closers):
+            yield f"parameter {name} neither opens nor closes its pair: {_pair_text(pair)}"
+    if odd := matching.home.keys() ^ matching.pair_of.keys():
+        yield f"parameters with a pair or with home axes, but not both: {', '.join(sorted(odd))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,7 +441,7 @@ def _meaning_faults(
         seen.add(number)
     for number, variable in enumerate(variables):
         if number not in seen and len(variable.domain) != 1:
-            yield f"variable {variable.name} has {len(variable.domain)} choices, and decides nothing"
+            yield f"variable {variable.name} decides nothing by its {len(variable.domain)} choices"
 
 
 def _domain_faults(analysis: Analysis, posed: Posed) -> Iterator[str]:
