@@ -136,7 +136,7 @@ def parallelize(
     check_module(model, "parallelize")
     check_rank(rank)
     own = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
-    compiler, compiled = compile_on_all_ranks(own, model, **options)
+    compiler, compiled = compile_on_all_ranks(own, model, debug=debug, **options)
     tensors = (*compiler.whole.parameters.items(), *compiler.whole.buffers.items())
     agree_weights(own, tensors, "the unsharded weights")
     return attach_group_monitor(compiler.build(compiled, own), debug=debug)
@@ -153,11 +153,15 @@ def attach_group_monitor(model: ShardedModel, *, debug: bool) -> ShardedModel:
 
 
 def compile_on_all_ranks(
-    group: Group, model: nn.Module, **options: Unpack[Keywords]
+    group: Group, model: nn.Module, *, debug: bool = False, **options: Unpack[Keywords]
 ) -> tuple[ModelCompiler, CompiledVariant]:
-    """Compile `model` for a group; every rank must call it, and all have the same plan."""
+    """Compile `model` for a group; every rank must call it, and all have the same plan.
+
+    `debug`: check what each stage makes.
+    """
     with as_one(group, "planning"):  # a rank that fails would leave the others waiting
-        compiler = ModelCompiler.of(model, _read_verified(**options))
+        request = replace(_read_verified(**options), check_stages=debug)
+        compiler = ModelCompiler.of(model, request)
         compiled = compiler.compile(group.size, group.name)
     agree(group, compiled.plan.hash, "the plan")
     with waiting(group.name, "making sub-groups for gradients"):

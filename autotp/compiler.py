@@ -7,7 +7,7 @@ number of ranks and run once. Calls that are planned together (a prefill and its
 formulated each, and solved as one problem.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from autotp.capture.clean import retarget
 from autotp.capture.generation_calls import Calls
 from autotp.capture.heap import give_back
 from autotp.capture.inputs import example_inputs, made_up
+from autotp.capture.postconditions import find_program_faults
 from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import device_of, is_meta, skeleton, valueless, whole_of
@@ -41,6 +42,11 @@ from autotp.planner.formulate import PlacementProblem, formulate, interpret_solu
 from autotp.planner.formulate_phases import PlannedPhase, formulate_phases
 from autotp.planner.match import match
 from autotp.planner.offers import offered
+from autotp.planner.postconditions import (
+    find_analysis_faults,
+    find_matching_faults,
+    find_problem_faults,
+)
 from autotp.planner.propagate import propagate
 from autotp.planner.summary.findings import Call, Findings
 from autotp.planner.summary.phases import with_phases
@@ -57,6 +63,7 @@ from autotp.runtime.variant import Signature, key_of, mode_of
 from autotp.solver.joint import parted
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
+from autotp.stage_check import Stage, check_stage, is_switched_on
 
 __all__ = ["CompiledVariant", "ModelCompiler"]
 
@@ -133,6 +140,7 @@ class ModelCompiler:
             given, self.program = made_up(model, self.training, self._capture)
         else:
             self.program = self._capture(given)
+        self._check_stage("capture", find_program_faults(self.program, self._tensors()))
         self.inputs = Signature.of(model).spelled(stated(given))
         self.analysis = propagate(
             self.program,
@@ -141,7 +149,9 @@ class ModelCompiler:
             strict=request.strict,
             gradients=self.training,
         )
+        self._check_stage("propagate", find_analysis_faults(self.analysis, request.rules))
         self.matching = match(self.analysis, request.rules)
+        self._check_stage("match", find_matching_faults(self.analysis, self.matching))
         self.pricing = Pricing(self.program, tensor_leaves(self.inputs), request.reduce_dtype)
 
     @staticmethod
@@ -181,7 +191,9 @@ class ModelCompiler:
             offers=offered(self.analysis, self.matching, tp),
             caches=self.caches,
         )
-        return formulate(self.analysis, self.matching, terms)
+        problem = formulate(self.analysis, self.matching, terms)
+        self._check_stage("formulate", find_problem_faults(self.analysis, problem))
+        return problem
 
     def lower(
         self,
@@ -270,6 +282,14 @@ class ModelCompiler:
             bare, cpu = skeleton(self.model), torch.device("cpu")
             return capture(bare, valueless(inputs, cpu), gradients=self.training)
         return capture(self.model, inputs, gradients=self.training)
+
+    def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
+        if self.request.check_stages or is_switched_on():
+            check_stage(stage, self.whole.name, faults)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Give the parameters and buffers that the graph may read, by name."""
+        return dict((*self.model.named_parameters(), *self.model.named_buffers()))
 
     def _constraints(self, tp: int) -> Mapping[str, Constraint]:
         """Give what a plan to follow, or overrides, leave to each parameter."""

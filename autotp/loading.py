@@ -121,7 +121,9 @@ def from_pretrained(
     options.setdefault("training", False)
     _agree_kind(path, where)
     if is_sharded(path):
-        return attach_group_monitor(_from_parts(path, where, dtype, ways, options), debug=debug)
+        return attach_group_monitor(
+            _from_parts(path, where, dtype, ways, debug, options), debug=debug
+        )
     with as_one(where, "opening the checkpoint"):
         checkpoint, quantiser = opened(path, dequantize=dequantize)
     with checkpoint:
@@ -129,7 +131,7 @@ def from_pretrained(
             model = hollow(path, dtype=dtype, otherwise=stored_dtype(checkpoint), **ways)
             tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
         agree_weights(where, samples(checkpoint.tensors), "samples of the checkpoint")
-        sharded = _empty(where, model, **options)
+        sharded = _empty(where, model, debug, **options)
         give_back()
         with as_one(where, "reading weights"):
             read_shards(sharded, tensors, where)
@@ -159,7 +161,12 @@ def _agree_whole(model: ShardedModel, where: Group) -> None:
 
 
 def _from_parts(
-    path: Path, where: Group, dtype: torch.dtype | str | None, ways: _Ways, options: Keywords
+    path: Path,
+    where: Group,
+    dtype: torch.dtype | str | None,
+    ways: _Ways,
+    debug: bool,
+    options: Keywords,
 ) -> ShardedModel:
     """One rank's model from the file that `autotp shard` wrote for it."""
     with as_one(where, "opening the checkpoint"):
@@ -172,7 +179,7 @@ def _from_parts(
             part(model, list(manifest.untied))
             mark_used(model, manifest.keys)
             fill_buffers(model, read_buffers(model, checkpoint.tensors))
-        sharded = _empty(where, model, **options)
+        sharded = _empty(where, model, debug, **options)
         give_back()
         with as_one(where, "reading weights"):
             check_parts(sharded.sharded_state.plan, checkpoint, where.rank)
@@ -260,9 +267,11 @@ def prepared(
     return dict(found.tensors)
 
 
-def _empty(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> ShardedModel:
+def _empty(
+    where: Group, model: nn.Module, debug: bool, **options: Unpack[Keywords]
+) -> ShardedModel:
     """One rank's model, whose parameters have memory, but no values yet."""
-    compiler, compiled = compile_on_all_ranks(where, model, **options)
+    compiler, compiled = compile_on_all_ranks(where, model, debug=debug, **options)
     shards = empty_shards(model, compiled.plan, where)
     return compiler.build(compiled, where, shards=shards)
 

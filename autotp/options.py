@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.cost.machine import Machine, load_machine
+from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.oprules import rulebook
 from autotp.oprules.rulebook import Rulebook
@@ -55,6 +56,7 @@ class Request:
     - `training`, `example_inputs`: None leaves the choice to the model.
     - `state_dtype`: a name, None for the parameters' own dtype. `reduce_dtype`: None for that of
       the values.
+    - `check_stages`: check the postcondition of every stage (`stage_check`); not a keyword.
     """
 
     example_inputs: Mapping[str, Any] | None
@@ -69,6 +71,7 @@ class Request:
     plan: Plan | None
     new_tokens: int
     rules: Rulebook
+    check_stages: bool = False
 
 
 def read_request(**given: Unpack[Keywords]) -> Request:
