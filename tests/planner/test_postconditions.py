@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.algebra.axis import Forest
-from autotp.algebra.placement import split
+from autotp.algebra.placement import Placement
 from autotp.algebra.size import Size
 from autotp.capture.postconditions import find_program_faults
 from autotp.compiler import ModelCompiler
@@ -107,7 +107,6 @@ REAL: list[tuple[str, Callable[[], tuple[nn.Module, dict[str, Any]]], dict[str, 
     ("encoder, training in bfloat16", lambda: family("bert", torch.bfloat16), {"training": True}),
     ("state space", lambda: zoo.build("mamba2", "causal-lm"), {}),
     ("convolutions", lambda: zoo.build("resnet", "image-classification"), {}),
-    ("windows of an image", lambda: zoo.build("swin", "image-classification"), {}),
     ("written by hand", lambda: family("hand"), {}),
 ]
 
@@ -368,13 +367,13 @@ def offer_too_much(it: Planned) -> None:
 def split_a_missing_dim(it: Planned) -> None:
     number, domain = it.posed.parameters["up.weight"]
     axis = domain[-1].partition
-    it.posed.parameters["up.weight"] = number, (*domain[:-1], split(2, axis))
+    it.posed.parameters["up.weight"] = number, (*domain[:-1], Placement("S", 2, axis))
 
 
 def split_a_missing_axis(it: Planned) -> None:
     number, domain = it.posed.parameters["up.weight"]
     of_another = next(p.partition for p in domain if p.dim == 1)
-    it.posed.parameters["up.weight"] = number, (*domain[:-1], split(0, of_another))
+    it.posed.parameters["up.weight"] = number, (*domain[:-1], Placement("S", 0, of_another))
 
 
 def place_one_operand_less(it: Planned) -> None:
