@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.api import planned, watched
+from autotp.api import attach_group_monitor, compile_on_all_ranks
 from autotp.capture.heap import give_back
 from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.empty_model import fill_buffers, hollow
@@ -22,7 +22,7 @@ from autotp.checkpoint.sharded_directory import PLAN, Manifest, check_parts, is_
 from autotp.checkpoint.stored_tensor import Stored
 from autotp.errors import PlanError, WeightsError
 from autotp.model_source import config_fields
-from autotp.options import Keywords, Options, check_rank
+from autotp.options import Keywords, check_rank, read_request
 from autotp.records.plan import Plan
 from autotp.runtime.group.agreement import agree_weights
 from autotp.runtime.group.exchange import as_one, texts
@@ -121,7 +121,7 @@ def from_pretrained(
     options.setdefault("training", False)
     _agree_kind(path, where)
     if is_sharded(path):
-        return watched(_from_parts(path, where, dtype, ways, options), where, debug=debug)
+        return attach_group_monitor(_from_parts(path, where, dtype, ways, options), debug=debug)
     with as_one(where, "opening the checkpoint"):
         checkpoint, quantiser = opened(path, dequantize=dequantize)
     with checkpoint:
@@ -134,7 +134,7 @@ def from_pretrained(
         with as_one(where, "reading weights"):
             read_shards(sharded, tensors, where)
     _agree_whole(sharded, where)
-    return watched(sharded, where, debug=debug)
+    return attach_group_monitor(sharded, debug=debug)
 
 
 def _agree_kind(path: Path, where: Group) -> None:
@@ -243,7 +243,7 @@ def _check_keywords(options: Keywords) -> None:
     for name in options:
         if name in _INSTEAD:
             raise PlanError(f"option {name!r}: is Transformers' own. {_INSTEAD[name]}")
-    Options.of(**options)
+    read_request(**options)
 
 
 def prepared(
@@ -262,8 +262,9 @@ def prepared(
 
 def _empty(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> ShardedModel:
     """One rank's model, whose parameters have memory, but no values yet."""
-    work, made = planned(where, model, **options)
-    return work.built(made, where, shards=empty_shards(model, made.plan, where))
+    compiler, compiled = compile_on_all_ranks(where, model, **options)
+    shards = empty_shards(model, compiled.plan, where)
+    return compiler.build(compiled, where, shards=shards)
 
 
 def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +72,12 @@ def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
     assert f"{installed}/autotp/rules True" == _answer(installed, code)
 
 
+def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
+    code = "from autotp.cli.main import main; main(['rules', 'check', '--op', 'aten.mm.default'])"
+
+    assert "1 rows: 1 right, 0 wrong, 0 untested" in _answer(installed, code)
+
+
 def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
     code = "from autotp.oprules import rulebook; from autotp.cost.machine import machine_names; "
     code += "print(*machine_names(rulebook.root()))"
@@ -126,6 +133,27 @@ def test_the_command_of_the_readme_runs_a_script_that_exists() -> None:
     assert (ROOT / command[1]).is_file()
 
 
+def test_the_changelog_and_the_citation_have_the_version_and_its_date() -> None:
+    changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[(\d\S*)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+    assert newest
+    assert (PROJECT["version"], citation["date-released"]) == newest.groups()
+    assert PROJECT["version"] == citation["version"]
+    assert PROJECT["license"] == citation["license"]
+
+
+def test_the_project_has_one_address() -> None:
+    urls = PROJECT["urls"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    site = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    assert urls["Homepage"] == citation["repository-code"] == site["repo_url"]
+    assert urls["Documentation"] == citation["url"] == site["site_url"]
+    assert all(urls[name].startswith(f"{urls['Homepage']}/") for name in ("Changelog", "Issues"))
+
+
 def test_constraints_satisfy_the_lower_bounds() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {r.name: r.specifier for r in map(Requirement, lines[1:])}
@@ -142,7 +170,7 @@ def test_constraints_satisfy_the_lower_bounds() -> None:
 
 def test_the_top_level_is_as_agreed() -> None:
     agreed = {"pyproject.toml", "README.md", "autotp", "rules", "examples", "tests", "docs"}
-    agreed |= {"LICENSE", "constraints.txt"}
+    agreed |= {"LICENSE", "constraints.txt", "CITATION.cff"}
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.split("\n")

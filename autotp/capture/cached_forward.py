@@ -8,7 +8,6 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -26,11 +25,22 @@ def unbranched() -> Generator[None]:
     """Classes that keep a window, and masks left out by length, without a branch on lengths."""
     with ExitStack() as stack:
         for cls in _windowed():
-            stack.enter_context(patch.object(cls, "update", _update))
-            stack.enter_context(patch.object(cls, "get_mask_sizes", _mask_sizes))
+            stack.enter_context(_replace(cls, "update", _update))
+            stack.enter_context(_replace(cls, "get_mask_sizes", _mask_sizes))
         if masking := sys.modules.get("transformers.masking_utils"):
-            stack.enter_context(patch.object(masking, "_ignore_causal_mask_sdpa", _needed))
+            stack.enter_context(_replace(masking, "_ignore_causal_mask_sdpa", _needed))
         yield
+
+
+@contextmanager
+def _replace(owner: object, name: str, value: object) -> Generator[None]:
+    """Replaces an attribute that a class or module defines, until the block ends."""
+    defined = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, defined)
 
 
 def _needed(*_: Any, **__: Any) -> bool:

@@ -12,6 +12,7 @@ __all__ = ["parsed"]
 
 _COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge", "generate"}
 _DEBUG = "show where an error arose; generate: compare all ranks' calls"
+_RULES = "TOML file of rules to merge over autotp's own; may be given several times"
 _STRICT = "an op without a rule, or more than 10 %% of the bytes whole, is an error"
 
 
@@ -63,7 +64,6 @@ def _parser() -> argparse.ArgumentParser:
 
     rules = commands.add_parser("rules", help="list what is known of each op, or check it")
     rules.add_argument("action", nargs="?", choices=["check"], help="run each op on shards")
-    rules.add_argument("--rules", metavar="DIR", help="rules to read (default: autotp's own)")
     rules.add_argument("--op", default="*", metavar="GLOB", help="the ops to check (default: all)")
     rules.add_argument("--seed", type=int, default=0, help="of the sizes that check makes up")
 
@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="text from a checkpoint, cut over processes")
     _add_generation(generate)
     for command in (plan, dry_run, verify, rules, shard, merge, generate):
+        command.add_argument("--rules", action="append", default=[], metavar="FILE", help=_RULES)
         command.add_argument("--json", metavar="FILE", help="write JSON; - for standard output")
         command.add_argument("--debug", action="store_true", help=_DEBUG)
     return parser

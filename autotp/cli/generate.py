@@ -3,8 +3,8 @@
 import importlib
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,18 @@ from autotp.errors import PlanError
 from autotp.loading import from_pretrained
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["Pace", "Wanted", "check", "generated"]
+__all__ = ["Pace", "GenerationRequest", "check", "generated"]
 
 _NUMBERS = "Put the model's tokenizer files there, or give numbers: --ids 1,2,3."
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class GenerationRequest:
     """What is to be generated.
 
     - `prompt`: text, or numbers of words in `ids` where the directory has no tokenizer.
     - `chat`: the prompt is a user's turn, put into the tokenizer's chat template.
-    - `timeout`: seconds after which a rank that does not come is given up; `debug`: ranks compare
-      their calls.
+    - `loading`: further keywords of `from_pretrained`.
     - `temperature`: 0 is greedy; else words are drawn, from `seed`, the same on all ranks.
     """
 
@@ -37,11 +36,7 @@ class Wanted:
     chat: bool = False
     temperature: float = 0.0
     seed: int = 0
-    dtype: str | None = None
-    reduce_dtype: str | None = None
-    timeout: float | None = None
-    debug: bool = False
-    trust_remote_code: bool = False
+    loading: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -87,7 +82,7 @@ class _Clock:
             self.onward.end()
 
 
-def check(wanted: Wanted) -> None:
+def check(wanted: GenerationRequest) -> None:
     """Raises PlanError for what can be known to fail before any process is started."""
     directory = Path(wanted.directory)
     if not (directory / "config.json").is_file():
@@ -113,7 +108,7 @@ def _words_of(directory: Path) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:
+def generated(wanted: GenerationRequest, tp: int) -> tuple[list[int], Pace, int]:
     """The new words, their pace and this process's rank; rank 0 streams the text to stdout.
 
     Constraints: runs in each process of a group of `tp`, or in one for tp 1.
@@ -124,27 +119,23 @@ def generated(wanted: Wanted, tp: int) -> tuple[list[int], Pace, int]:
     model = from_pretrained(
         wanted.directory,
         tp,
-        dtype=wanted.dtype,
-        trust_remote_code=wanted.trust_remote_code,
         example_inputs={"input_ids": ids},
         new_tokens=wanted.new_tokens,
-        reduce_dtype=wanted.reduce_dtype,
-        timeout=wanted.timeout,
-        debug=wanted.debug,
+        **wanted.loading,
     )
     ids = ids.to(next(model.parameters()).device)
     onward = None
-    if tokenizer is not None and model.sharded_state.rank == 0:
+    if tokenizer is not None and model.sharded_state.group.rank == 0:
         streamer = importlib.import_module("transformers").TextStreamer
         onward = streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     _generate(model, ids, replace(wanted, new_tokens=3), None)  # captures a prompt and a new word
     clock = _Clock(onward, time.perf_counter() - started)
     made = _generate(model, ids, wanted, clock)
-    return made[0, ids.shape[1] :].tolist(), clock.pace, model.sharded_state.rank
+    return made[0, ids.shape[1] :].tolist(), clock.pace, model.sharded_state.group.rank
 
 
 def _generate(
-    model: ShardedModel, ids: torch.Tensor, wanted: Wanted, clock: _Clock | None
+    model: ShardedModel, ids: torch.Tensor, wanted: GenerationRequest, clock: _Clock | None
 ) -> torch.Tensor:
     torch.manual_seed(wanted.seed)  # all ranks draw the same from the same logits
     drawn = {"do_sample": True, "temperature": wanted.temperature}
@@ -159,10 +150,10 @@ def _generate(
     return generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **limit, **how)
 
 
-def _tokenizer(wanted: Wanted) -> Any:
+def _tokenizer(wanted: GenerationRequest) -> Any:
     auto = importlib.import_module("transformers").AutoTokenizer
     try:
-        trust = wanted.trust_remote_code
+        trust = bool(wanted.loading.get("trust_remote_code"))
         return auto.from_pretrained(str(Path(wanted.directory)), trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:
         raise PlanError(
@@ -171,7 +162,7 @@ def _tokenizer(wanted: Wanted) -> Any:
         ) from error
 
 
-def _ids(wanted: Wanted, tokenizer: Any) -> torch.Tensor:
+def _ids(wanted: GenerationRequest, tokenizer: Any) -> torch.Tensor:
     """The prompt as numbers, (1, length)."""
     if tokenizer is None:
         return torch.tensor([list(wanted.ids)])

@@ -26,14 +26,13 @@ from autotp import api as pipeline
 from autotp.capture.inputs import example_inputs, positions
 from autotp.cli import shard_merge as offline
 from autotp.cli.arguments import parsed
-from autotp.cli.generate import Wanted, generated
+from autotp.cli.generate import GenerationRequest, generated
 from autotp.cli.generate import check as check_generation
 from autotp.cli.random_weights import materialize
-from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError, PlanError
 from autotp.model_source import load_with_inputs
 from autotp.oprules import rulebook
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.planner.layouts import check_layout
 from autotp.records.evidence import Evidence
 from autotp.records.json_record import encode
@@ -100,10 +99,9 @@ def _check(options: Namespace) -> None:
     """Refuses what can be refused before the model is built and captured: that takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
-    Options.of(reduce_dtype=getattr(options, "reduce_dtype", None))
+    read_request(**_requested(options, "reduce_dtype", "rules", "machine"))
     if options.command in ("rules", "shard", "merge", "generate"):
         return
-    load_machine(options.machine, rulebook.root())
     for glob, layout in options.override:
         check_layout(glob, layout)
     if options.command == "dry-run":
@@ -178,7 +176,7 @@ def _verify(options: Namespace) -> int:
 
 def _rules(options: Namespace) -> int:
     with _misuse():
-        book = rulebook.load(Path(options.rules) if options.rules else None)
+        book = rulebook.load(*map(Path, options.rules))
     if options.action == "check":
         return _rules_check(book, options)
     if options.json != "-":
@@ -203,9 +201,8 @@ def _shard(options: Namespace) -> int:
         options.directory,
         options.output,
         options.tp,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
         overrides=dict(options.override),
+        **_requested(options, "dtype", "trust_remote_code", "rules"),
     )
     if options.json != "-":
         printed(f"cut {options.directory} into {plan.tp} files in {options.output}")
@@ -227,7 +224,7 @@ def _merge(options: Namespace) -> int:
 
 
 def _generate(options: Namespace) -> int:
-    wanted = Wanted(
+    wanted = GenerationRequest(
         directory=options.directory,
         prompt=options.prompt or "",
         ids=options.ids or (),
@@ -235,11 +232,9 @@ def _generate(options: Namespace) -> int:
         chat=options.chat,
         temperature=options.temperature,
         seed=options.seed,
-        dtype=options.dtype,
-        reduce_dtype=options.reduce_dtype,
-        timeout=options.timeout,
-        debug=options.debug,
-        trust_remote_code=options.trust_remote_code,
+        loading=_requested(
+            options, "dtype", "reduce_dtype", "rules", "timeout", "debug", "trust_remote_code"
+        ),
     )
     with _misuse():
         check_generation(wanted)
@@ -285,15 +280,17 @@ def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace
         sizes = {"batch": options.batch, "sequence": options.sequence, "room": options.new_tokens}
         with _misuse():
             given = example_inputs(model, options.training, **sizes, advice=_FACTORY)
+    names = ("training", "machine", "strict", "new_tokens", "reduce_dtype", "rules")
     return {
         "example_inputs": given,
-        "training": options.training,
-        "machine": options.machine,
         "overrides": dict(options.override),
-        "strict": options.strict,
-        "new_tokens": options.new_tokens,
-        "reduce_dtype": options.reduce_dtype,
+        **_requested(options, *names),
     }
+
+
+def _requested(options: Namespace, *names: str) -> dict[str, Any]:
+    """Give those of the keywords `names` that the command has."""
+    return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.algebra.split import Split
-from autotp.api import planned
+from autotp.api import compile_on_all_ranks
 from autotp.capture.source_model import whole_of
 from autotp.checkpoint.atomic_write import Writer, check_space, writing
 from autotp.checkpoint.directory import Checkpoint
@@ -84,8 +84,8 @@ def shard(
         untied = sorted(ties & {n for n, _ in model.named_parameters()})
         where = resolve(tp, rank=0)
         options.setdefault("training", False)
-        _, made = planned(where, model, **options)
-        plan = made.plan
+        _, compiled = compile_on_all_ranks(where, model, **options)
+        plan = compiled.plan
         job = _hash([plan.hash, str(_dtype_of(model)), *map(_state, checkpoint.files)])
         with writing(target):
             target.mkdir(parents=True, exist_ok=True)

@@ -15,10 +15,17 @@ from typing import Any, cast
 
 from torch import fx
 
-from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
+from autotp.algebra.placement import (
+    CONVERSION_OPS,
+    CONVERSIONS,
+    FUNCTIONAL,
+    PARTIAL,
+    REPLICATED,
+    Kind,
+    Placement,
+)
 from autotp.algebra.split import Peers, Split
 from autotp.capture.graph_facts import module_path, op_name
-from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import VerifyError
 from autotp.oprules.rule import Operand
 from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
@@ -30,12 +37,6 @@ _OPS: dict[str, list[tuple[Kind, Kind]]] = {}
 for _kinds, _conversion in CONVERSIONS.items():
     _OPS.setdefault(_conversion.op, []).append(_kinds)
 _ROWS = {c.op for kinds, c in CONVERSIONS.items() if "G" in kinds}
-_RAW = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
 
 
 def check(
@@ -86,7 +87,7 @@ class _Checker:
         namespace, op = _name(node)
         if namespace == "autotp" and op in _OPS:
             self._conversion(node, _OPS[op])
-        elif namespace == "_c10d_functional" and op in _RAW:
+        elif namespace == "_c10d_functional" and op in FUNCTIONAL:
             self._raw(node, op)
         elif node.op == "get_attr" and node.target in self.decision.parameters:
             self._parameter(node)
@@ -226,14 +227,14 @@ def _collectives(
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
         namespace, op = _name(node)
-        if namespace == "_c10d_functional" and op in _RAW:
-            yield _RAW[op], "forward"
+        if namespace == "_c10d_functional" and op in FUNCTIONAL:
+            yield FUNCTIONAL[op], "forward"
         elif namespace == "autotp" and op in _OPS:
-            conversion = CONVERSIONS[_OPS[op][0]]
-            if conversion.forward in COLLECTIVES:
-                yield COLLECTIVES[conversion.forward], "forward"
-            if conversion.backward in COLLECTIVES and node in reached:
-                yield COLLECTIVES[conversion.backward], "backward"
+            forward, backward = CONVERSION_OPS[op].forward, CONVERSION_OPS[op].backward
+            if forward.collective:
+                yield forward.collective, "forward"
+            if backward.collective and node in reached:
+                yield backward.collective, "backward"
         elif namespace == "autotp" and op == "share_gradients" and node in reached:
             for _ in _buckets(node, analysis, tp):
                 yield "all_reduce", "backward"

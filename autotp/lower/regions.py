@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from autotp.algebra.placement import CONVERSIONS
+from autotp.algebra.placement import CONVERSION_OPS
 from autotp.capture.graph_facts import module_paths, op_name
 
 __all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "order"]
@@ -24,11 +24,7 @@ SYM_SIZE = torch.ops.aten.sym_size.int
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 _ARITHMETIC = ("_operator", "math")
-_FREE = {
-    f"autotp::{conversion.op}"
-    for conversion in CONVERSIONS.values()
-    if conversion.forward in ("identity", "slice", "keep_first")
-}
+_FREE = {f"autotp::{op}" for op, conversion in CONVERSION_OPS.items() if conversion.forward.aliases}
 
 Unit: TypeAlias = str | fx.Node
 """What is ordered: a region by its path, or one node of the root."""

@@ -23,7 +23,7 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
 from autotp.capture.graph_facts import Value, module_path, module_paths, source_of
-from autotp.cost.conversions import COLLECTIVES, Delivered
+from autotp.cost.conversions import Delivered
 from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
 from autotp.lower.local_ops import FORMS, Site
@@ -291,20 +291,21 @@ class _Writer:
         if target in known:
             return
         change = CONVERSIONS[(source.kind, target.kind)]
+        forward, backward = change.forward.collective, change.backward.collective
         before = next(iter(reversed(self.graph.nodes)), None)
         new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
-        self._mark(before, value[0] if change.forward in COLLECTIVES else reader)
+        self._mark(before, value[0] if forward else reader)
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
-        where = self.causes.where(value[0] if change.forward in COLLECTIVES else reader)
+        where = self.causes.where(value[0] if forward else reader)
         cut = source if source.is_split else target
         shares = (self.forest.padding(cut.partition, self.target.tp),)
-        if change.forward in COLLECTIVES:
-            kind, axes = COLLECTIVES[change.forward], self.causes.forward(value, source, target)
-            self.noted.append((None, Emitted(kind, "forward", where, meta, shares, axes=axes)))
-        if self.target.training and change.backward in COLLECTIVES:
-            kind, axes = COLLECTIVES[change.backward], self.causes.backward(source, target, reader)
-            self.noted.append((new, Emitted(kind, "backward", where, meta, shares, axes=axes)))
+        if forward:
+            axes = self.causes.forward(value, source, target)
+            self.noted.append((None, Emitted(forward, "forward", where, meta, shares, axes=axes)))
+        if self.target.training and backward:
+            axes = self.causes.backward(source, target, reader)
+            self.noted.append((new, Emitted(backward, "backward", where, meta, shares, axes=axes)))
 
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]

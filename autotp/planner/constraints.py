@@ -1,9 +1,8 @@
 """What overrides, or a plan given to follow, leave to each parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from autotp.algebra.axis import Atom
 from autotp.algebra.placement import Placement, split
@@ -13,7 +12,7 @@ from autotp.planner.analysis import Analysis, Matching
 from autotp.planner.layouts import Layouts, check_layout, overridden
 from autotp.records.plan import Plan
 
-__all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed", "within"]
+__all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed"]
 
 _NO_SUCH_DIM = {
     "column": "no op that reads it turns a dim of it into one of its result",
@@ -40,19 +39,6 @@ def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
             f"training={training}. Pass training={drawn.training}, or make another plan."
         )
     return drawn
-
-
-def within(drawn: Plan, whole: Whole, part: Whole) -> Plan:
-    """The plan of a part of the model, by the part's own names."""
-    named = {id(tensor): name for name, tensor in whole.parameters.items()}
-    parameters = {
-        name: replace(drawn.parameters[named[id(tensor)]], name=name)
-        for name, tensor in part.parameters.items()
-    }
-    nothing: dict[str, Any] = {"pairs": (), "collectives": (), "choices": {}, "caches": {}}
-    return replace(
-        drawn, model=part.name, fingerprint=fingerprint(part), parameters=parameters, **nothing
-    )
 
 
 def as_planned(plan: Plan, analysis: Analysis) -> dict[str, "AsPlanned"]:

@@ -43,13 +43,13 @@ from autotp.planner.strategy import Facts, Strategy, strategies
 from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
 
-__all__ = ["Posed", "decide", "pose"]
+__all__ = ["PlacementProblem", "formulate", "interpret_solution"]
 
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
 
 
 @dataclass(slots=True)
-class Posed:
+class PlacementProblem:
     """The problem, and what its variables and choices stand for."""
 
     problem: Problem
@@ -65,12 +65,12 @@ class Posed:
         return {node: domain for node, (_, domain) in self.uses.items()}
 
 
-def pose(analysis: Analysis, matching: Matching, terms: Terms) -> Posed:
+def formulate(analysis: Analysis, matching: Matching, terms: Terms) -> PlacementProblem:
     """The placement problem of `analysis` under `terms`."""
     return _Poser(analysis, matching, terms).posed()
 
 
-def decide(posed: Posed, solution: Solution) -> Decision:
+def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
     """The placements that a solution stands for."""
     return Decision(
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.parameters.items()},
@@ -102,7 +102,7 @@ class _Poser:
         self.delivered: dict[Value, tuple[int, tuple[Delivered, ...]]] = {}
         self.kept: dict[str | int, tuple[int, tuple[Placement, ...]]] = {}
 
-    def posed(self) -> Posed:
+    def posed(self) -> PlacementProblem:
         """The whole problem."""
         chosen = {node: self._strategies(use) for node, use in self.analysis.uses.items()}
         self._find_readers()
@@ -117,7 +117,9 @@ class _Poser:
             self._read(use)
         self._outputs()
         problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
-        return Posed(problem, self.parameters, self.uses, self.delivered, self.prices, self.kept)
+        return PlacementProblem(
+            problem, self.parameters, self.uses, self.delivered, self.prices, self.kept
+        )
 
     def _find_readers(self) -> None:
         for value in self.analysis.dims:
@@ -279,7 +281,7 @@ class _Poser:
                 value in self.analysis.weights,
                 self.terms.training,
                 self.terms.tp,
-                self.terms.machine,
+                self.terms.request.machine,
                 self.terms.everything,
                 lambda placement: self._padding(placement.partition),
             )
@@ -427,7 +429,7 @@ class Weights:
         """Names of the axes one of which the parameter should be split along; empty if it is
         free.
         """
-        if size < self.terms.shard_threshold * self.largest:
+        if size < self.terms.request.shard_threshold * self.largest:
             return frozenset()
         offers, tp = self.terms.offers, self.terms.tp
         open_axes = offers.uneven.union(*(p.axes for p in offers.joint))
@@ -446,7 +448,7 @@ class Weights:
         return sum(self._moving(size * n // split.length(), p.count) for p, n in shared)
 
     def _moving(self, size: int, ranks: int) -> int:
-        machine = self.terms.machine
+        machine = self.terms.request.machine
         nothing = time_ps("all_reduce", 0, ranks, machine)
         return time_ps("all_reduce", size, ranks, machine) - nothing
 

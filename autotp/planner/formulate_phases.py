@@ -11,26 +11,26 @@ import numpy as np
 from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value
 from autotp.planner.analysis import Analysis, kept_outputs
-from autotp.planner.formulate import Posed
+from autotp.planner.formulate import PlacementProblem
 from autotp.solver.joint import Phase, Tie, joined
 from autotp.solver.problem import Problem
 
-__all__ = ["PosedPhase", "pose_phases"]
+__all__ = ["PlannedPhase", "formulate_phases"]
 
 _Held = tuple[int, tuple[Placement, ...], Value]
 """A variable with its domain, and the value that it places."""
 
 
 @dataclass(frozen=True, slots=True)
-class PosedPhase:
+class PlannedPhase:
     """One phase: its program as analysed, its problem, how often it runs."""
 
     analysis: Analysis
-    posed: Posed
+    posed: PlacementProblem
     calls: int
 
 
-def pose_phases(phases: Sequence[PosedPhase]) -> tuple[list[Phase], Problem]:
+def formulate_phases(phases: Sequence[PlannedPhase]) -> tuple[list[Phase], Problem]:
     """The problem of each phase with what it counts, and the one problem of all."""
     counted: set[str] = set()
     parts: list[Phase] = []
@@ -42,7 +42,7 @@ def pose_phases(phases: Sequence[PosedPhase]) -> tuple[list[Phase], Problem]:
     return parts, joined(parts, list(_ties(phases)))
 
 
-def _ties(phases: Sequence[PosedPhase]) -> Iterator[Tie]:
+def _ties(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
     """Each phase's weights with the first that has them, its cache with the one before."""
     weights: dict[str, tuple[int, Analysis, _Held]] = {}
     left: dict[str, tuple[int, Analysis, _Held]] = {}
@@ -60,7 +60,7 @@ def _ties(phases: Sequence[PosedPhase]) -> Iterator[Tie]:
 
 
 def _tied(
-    before: tuple[int, Analysis, _Held], number: int, phase: PosedPhase, held: _Held
+    before: tuple[int, Analysis, _Held], number: int, phase: PlannedPhase, held: _Held
 ) -> Iterator[Tie]:
     first, analysis, (variable, domain, value) = before
     if first == number:
@@ -71,12 +71,12 @@ def _tied(
     yield Tie((first, variable), (number, ours), np.array(agree))
 
 
-def _weights(phase: PosedPhase) -> dict[str, _Held]:
+def _weights(phase: PlannedPhase) -> dict[str, _Held]:
     nodes = phase.analysis.parameters
     return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.posed.parameters.items()}
 
 
-def _caches(phase: PosedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
+def _caches(phase: PlannedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
     """The tensors of a cache that a phase takes, and those that it gives, by path."""
     kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.posed.kept
     outputs = kept_outputs(phase.analysis)

@@ -26,10 +26,10 @@ from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, Use, gradients_return
 
-__all__ = ["analyse"]
+__all__ = ["propagate"]
 
 
-def analyse(
+def propagate(
     program: Program,
     parameters: Sequence[str],
     rulebook: Rulebook,
@@ -132,8 +132,6 @@ class _Reader:
         if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
             return
         row = self.rulebook.rows.get(str(node.target))
-        if row is not None and row.derive == "constant":
-            return
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
         metas = results_of(node)
         rule = self._rule(node, operands, metas, row) if row else None

@@ -11,22 +11,22 @@ import autotp
 from autotp.errors import AutotpError
 from tests.models import build
 from tests.spmd.pool import Pool
+from tests.toys import MLP
 
 Pools = Callable[[int], Pool]
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])
 
 
-class Split(nn.Module):
+class Split(MLP):
     """A model that no rank has a whole parameter of, and one buffer."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
         torch.manual_seed(seed)
-        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+        super().__init__(8, 16, torch.relu, bias=False)
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        y = self.down(torch.relu(self.up(x * self.scale)))
+        y = self.body(x * self.scale)
         return y if mask is None else y * mask
 
 

@@ -6,18 +6,18 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
 from autotp.planner.analysis import Kept, kept_outputs
-from autotp.planner.summary.found import Found
+from autotp.planner.summary.findings import Findings
 from autotp.records.plan import CacheRecord
 
 __all__ = ["caches", "held"]
 
 
 def caches(
-    found: Found, named: Callable[[Partition], str], pricing: Pricing
+    findings: Findings, named: Callable[[Partition], str], pricing: Pricing
 ) -> dict[str, CacheRecord]:
     """The tensors of the cache by path; `named` gives an axis the name that people read."""
-    kept = kept_outputs(found.analysis)
-    return {k.path: _record(k, found, named, pricing) for k in kept}
+    kept = kept_outputs(findings.analysis)
+    return {k.path: _record(k, findings, named, pricing) for k in kept}
 
 
 def held(records: Iterable[CacheRecord], tp: int) -> int:
@@ -33,9 +33,9 @@ def _held(record: CacheRecord, tp: int) -> int:
 
 
 def _record(
-    kept: Kept, found: Found, named: Callable[[Partition], str], pricing: Pricing
+    kept: Kept, findings: Findings, named: Callable[[Partition], str], pricing: Pricing
 ) -> CacheRecord:
-    analysis, placement = found.analysis, found.decision.kept[kept.number]
+    analysis, placement = findings.analysis, findings.decision.kept[kept.number]
     meta = analysis.metas[kept.value]
     size = pricing.bytes(meta)
     split = analysis.split(kept.value, placement)

@@ -6,7 +6,7 @@ from autotp.capture.graph_facts import module_path
 from autotp.oprules.rule import Discovery
 from autotp.oprules.rulebook import Differing
 from autotp.planner.analysis import Analysis
-from autotp.planner.summary.found import Found
+from autotp.planner.summary.findings import Findings
 from autotp.records.plan import DifferingRecord, DiscoveredRecord
 
 __all__ = ["differing", "discovered", "unruled"]
@@ -31,12 +31,12 @@ def discovered(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
     return tuple(DiscoveredRecord(op, rule, tuple(at)) for (op, rule), at in where.items())
 
 
-def differing(found: Found, *, tp: int, training: bool) -> tuple[DifferingRecord, ...]:
+def differing(findings: Findings, *, tp: int, training: bool) -> tuple[DifferingRecord, ...]:
     """The ops that every rank does on the same values, though results may not be the same."""
     where: dict[Differing, dict[str, list[str]]] = {}
-    for node in found.analysis.program.graph.nodes if tp > 1 else ():
-        for entry in found.analysis.differing.get(str(node.target), ()):
-            if _is_replicated(node, entry.phase, found, training):
+    for node in findings.analysis.program.graph.nodes if tp > 1 else ():
+        for entry in findings.analysis.differing.get(str(node.target), ()):
+            if _is_replicated(node, entry.phase, findings, training):
                 ops = where.setdefault(entry, {})
                 ops.setdefault(str(node.target), []).append(module_path(node) or node.name)
     return tuple(
@@ -46,13 +46,13 @@ def differing(found: Found, *, tp: int, training: bool) -> tuple[DifferingRecord
     )
 
 
-def _is_replicated(node: fx.Node, phase: str, found: Found, training: bool) -> bool:
+def _is_replicated(node: fx.Node, phase: str, findings: Findings, training: bool) -> bool:
     """Whether all ranks take what `node` makes in that pass to be equal."""
-    strategy = found.decision.strategies.get(node)
+    strategy = findings.decision.strategies.get(node)
     if phase == "forward":
         return strategy is None or any(p.kind in ("R", "R~") for p in strategy.results)
     if strategy is None or not training:
         return False
-    analysis = found.analysis
+    analysis = findings.analysis
     pairs = zip(analysis.uses[node].operands, strategy.operands, strict=True)
     return any(p.kind in ("R", "P") and o.value in analysis.differentiable for o, p in pairs)

@@ -17,7 +17,7 @@ from autotp.capture.source_model import Whole
 from autotp.planner.analysis import AxisPair
 from autotp.planner.layouts import Layouts, overridden
 from autotp.planner.offers import factored
-from autotp.planner.summary.found import Asked, Found
+from autotp.planner.summary.findings import Call, Findings
 from autotp.planner.summary.walk import Stop, Walk, place
 from autotp.records.replication import starred
 
@@ -33,15 +33,15 @@ class Reasons:
     def __init__(
         self,
         whole: Whole,
-        found: Found,
+        findings: Findings,
         pricing: Pricing,
-        asked: Asked,
+        call: Call,
         layouts: Layouts,
         names: Mapping[str, str],
     ) -> None:
-        self.whole, self.found, self.pricing, self.asked = whole, found, pricing, asked
+        self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
         self.layouts, self.names = layouts, names
-        self.walk = Walk(found.analysis, found.ways)
+        self.walk = Walk(findings.analysis, findings.ways)
         self.repeated: dict[str, int] = defaultdict(int)
         for name, tensor in whole.parameters.items():
             self.repeated[starred(name)] += tensor.nbytes
@@ -59,11 +59,11 @@ class Reasons:
 
     def parameter(self, name: str, layout: str) -> str:
         """Why every rank holds a parameter whole."""
-        if self.asked.tp == 1:
+        if self.call.tp == 1:
             return "there is one rank"
         if name not in self.found.analysis.parameters:
-            return f"unused: no op of the captured graph ({self.asked.variant}) reads it"
-        if any(self._matches(name, glob) for glob in self.asked.overrides):
+            return f"unused: no op of the captured graph ({self.call.variant}) reads it"
+        if any(self._matches(name, glob) for glob in self.call.overrides):
             return "an override asks for it"
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
@@ -87,8 +87,8 @@ class Reasons:
 
     def _few(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
         """Whether `axes` have too few units, and their pair no way to share them."""
-        few = all((a.size.static or 0) < self.asked.tp for a in axes)
-        return few and not factored(pair, self.asked.tp)
+        few = all((a.size.static or 0) < self.call.tp for a in axes)
+        return few and not factored(pair, self.call.tp)
 
     def _too_few(self, pair: AxisPair) -> str:
         sizes = {a: a.size.static or 0 for a in pair.axes}
@@ -96,7 +96,7 @@ class Reasons:
             f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
         )
         most = max(n for n in range(1, prod(sizes.values()) + 1) if _fits(pair, n))
-        return f"{named}: too few for tp {self.asked.tp}; tp sizes that split it: {_up_to(most)}"
+        return f"{named}: too few for tp {self.call.tp}; tp sizes that split it: {_up_to(most)}"
 
     def _axes_cut(self, name: str) -> tuple[str, ...]:
         """What a parameter is cut along."""
@@ -112,11 +112,11 @@ class Reasons:
     def _barred(self, name: str, axes: Sequence[Atom]) -> str:
         """Why a parameter stays whole that its pair's axes would cut."""
         size = self._size(name)
-        least = self.asked.shard_threshold * max(t.nbytes for t in self.whole.parameters.values())
+        least = self.call.shard_threshold * max(t.nbytes for t in self.whole.parameters.values())
         if size < least:
             return f"its {size} bytes are below the threshold of {int(least)}"
-        if self.asked.overrides:
-            return "other layouts were asked for"
+        if self.call.overrides:
+            return "other layouts were call for"
         return self._ends(name, axes)
 
     def _alone(self, name: str) -> str:
@@ -125,12 +125,12 @@ class Reasons:
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return f"it is in no pair, and tp {self.asked.tp} divides none of its axes ({sizes})"
+            return f"it is in no pair, and tp {self.call.tp} divides none of its axes ({sizes})"
         return f"it is in no pair: {self._ends(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:
         size = axis.size.static
-        return size is not None and size > 1 and size % self.asked.tp == 0 and not axis.data
+        return size is not None and size > 1 and size % self.call.tp == 0 and not axis.data
 
     def _ends(self, name: str, axes: Sequence[Atom]) -> str:
         """Where cuts of a parameter along `axes` end, those that end alike together."""
@@ -176,7 +176,7 @@ class Reasons:
         return sum(self.repeated.values())
 
     def _matches(self, name: str, glob: str) -> bool:
-        return self.asked.overrides[glob] == "replicated" and overridden(name, glob)
+        return self.call.overrides[glob] == "replicated" and overridden(name, glob)
 
 
 def _fits(pair: AxisPair, tp: int) -> bool:

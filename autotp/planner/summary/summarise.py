@@ -13,19 +13,20 @@ import torch
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.partition import UNCUT, Part, Partition
-from autotp.algebra.placement import REPLICATED, Placement
+from autotp.algebra.placement import REPLICATED, SUMS, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.capture.program import Program
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
-from autotp.cost.conversions import SUMS, moved_bytes
+from autotp.cost.conversions import moved_bytes
 from autotp.dtypes import dtype_name
+from autotp.options import Request
 from autotp.planner.analysis import AxisPair, Emitted
 from autotp.planner.layouts import Layouts
 from autotp.planner.strategy import Strategy
 from autotp.planner.summary.caches import caches, held
-from autotp.planner.summary.found import Asked, Found
+from autotp.planner.summary.findings import Call, Findings
 from autotp.planner.summary.ops import differing, discovered, unruled
 from autotp.planner.summary.reasons import Reasons
 from autotp.records.plan import (
@@ -40,58 +41,58 @@ from autotp.records.plan import (
 from autotp.records.replication import much_whole
 from autotp.solver.problem import LEVELS, Solution
 
-__all__ = ["Asked", "Found", "account"]
+__all__ = ["summarise"]
 
 
-def account(whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> Plan:
+def summarise(whole: Whole, findings: Findings, pricing: Pricing, call: Call) -> Plan:
     """The plan of a decision."""
-    return _Accountant(whole, found, pricing, asked).plan()
+    return _Summary(whole, findings, pricing, call).plan()
 
 
-class _Accountant:
+class _Summary:
     """One plan while it is written down."""
 
-    def __init__(self, whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> None:
-        self.whole, self.found, self.pricing, self.asked = whole, found, pricing, asked
-        self.analysis, self.forest = found.analysis, found.analysis.forest
-        self.layouts = Layouts(found.analysis, found.matching)
+    def __init__(self, whole: Whole, findings: Findings, pricing: Pricing, call: Call) -> None:
+        self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
+        self.analysis, self.forest = findings.analysis, findings.analysis.forest
+        self.layouts = Layouts(findings.analysis, findings.matching)
         self.aliases: dict[str, list[str]] = defaultdict(list)
         for alias, name in whole.tied.items():
             self.aliases[name].append(alias)
         self.names: dict[str, str] = {}
-        for pair in found.matching.pairs:
+        for pair in findings.matching.pairs:
             self.names |= self._axis_names(pair)
-        for name, axis in found.matching.experts.items():
+        for name, axis in findings.matching.experts.items():
             module = _module((name,))
             self.names.setdefault(axis.name, f"{module}.experts" if module else "experts")
         through = self._through()
         if through is not None:
             self.names.setdefault(through, "hidden")
         self._name_others()
-        self.reasons = Reasons(whole, found, pricing, asked, self.layouts, self.names)
+        self.reasons = Reasons(whole, findings, pricing, call, self.layouts, self.names)
         self.filed = self._filed()
 
     def plan(self) -> Plan:
         """The plan."""
-        asked, solution = self.asked, self.found.solution
+        call, solution = self.call, self.found.solution
         parameters = self._parameters()
         total = sum(p.bytes for p in parameters.values())
         held = sum(p.whole_bytes for p in parameters.values())
         fraction = held / total if total else 0.0
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
-        unused = asked.beside.unused_fraction if asked.beside else unused
+        unused = call.prefill.unused_fraction if call.prefill else unused
         without = unruled(self.analysis)
         program = self.analysis.program
         return Plan(
             model=self.whole.name,
             fingerprint=fingerprint(self.whole),
-            tp=asked.tp,
-            training=asked.training,
-            variant=asked.variant,
+            tp=call.tp,
+            training=call.training,
+            variant=call.variant,
             objective="communication",
-            machine=asked.machine.name,
-            sizes=dict(asked.sizes),
+            machine=call.request.machine.name,
+            sizes=dict(call.sizes),
             pairs=tuple(self._pair(p) for p in self.found.matching.pairs),
             parameters=parameters,
             collectives=self._collectives(),
@@ -107,16 +108,17 @@ class _Accountant:
             warnings=tuple(self._warnings(parameters, unused, without, program.reason)),
             dynamic=program.dynamic,
             options={
-                "overrides": dict(asked.overrides),
-                "shard_threshold": asked.shard_threshold,
-                "optimizer": asked.optimizer,
-                "state_dtype": asked.state_dtype,
-                "reduce_dtype": asked.reduce_dtype,
+                "overrides": dict(call.overrides),
+                "shard_threshold": call.shard_threshold,
+                "optimizer": call.request.optimizer,
+                "state_dtype": call.request.state_dtype,
+                "reduce_dtype": _dtype_name(call.request.reduce_dtype),
+                **_rules(call.request),
             },
             choices={n.name: self._label(s) for n, s in self.found.decision.strategies.items()},
             unused_fraction=unused,
             discovered=discovered(self.analysis),
-            differing=differing(self.found, tp=asked.tp, training=asked.training),
+            differing=differing(self.found, tp=call.tp, training=call.training),
             caches=self._caches(),
         )
 
@@ -147,7 +149,7 @@ class _Accountant:
 
     def _pair(self, pair: AxisPair) -> Pair:
         cut = self._pair_cut(pair)
-        tp, module = self.asked.tp, _module((*pair.openers, *pair.closers))
+        tp, module = self.call.tp, _module((*pair.openers, *pair.closers))
         axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
         several = {*self.found.matching.experts.values()}
         names = {a: "hidden" for a in axes if a not in pair.axes}
@@ -178,7 +180,7 @@ class _Accountant:
 
     def _local_size(self, cut: Partition, rank: int) -> int:
         """The units of all its axes that a rank has."""
-        tp = self.asked.tp
+        tp = self.call.tp
         sizes = [(self.forest.named(p.axis).size.coefficient, p) for p in cut.parts]
         return prod(Extent(n, p.parts, p.stride).part(rank, tp)[1] for n, p in sizes)
 
@@ -187,13 +189,13 @@ class _Accountant:
         told = [p for p in cut.parts if p.parts]
         return "; ".join(
             f"{self.names[p.axis].rpartition('.')[2]} in {p.parts} parts, each on "
-            f"{self.asked.tp // p.parts} ranks"
+            f"{self.call.tp // p.parts} ranks"
             for p in told
         )
 
     def _too_few(self, pair: AxisPair) -> str:
         """Why experts are cut, and not handed out, where there are fewer than ranks."""
-        several, tp = self.found.matching.experts, self.asked.tp
+        several, tp = self.found.matching.experts, self.call.tp
         named = (several[n].size.static or 0 for n in pair.openers if n in several)
         few = next((n for n in named if n < tp), 0)
         return f"experts ({few}): too few for tp {tp}, so each is cut" if few else ""
@@ -229,8 +231,8 @@ class _Accountant:
         return self.found.decision.parameters.get(name, REPLICATED)
 
     def _parameters(self) -> Mapping[str, ParameterRecord]:
-        if self.asked.beside is not None:
-            return self.asked.beside.parameters
+        if self.call.prefill is not None:
+            return self.call.prefill.parameters
         return {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
@@ -248,7 +250,7 @@ class _Accountant:
             dtype=dtype_name(tensor.dtype),
             bytes=tensor.nbytes,
             split=split.encode() if split else (),
-            shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
+            shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.call.tp)),
             placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
             reason=self.reasons.segments(split, placement.dim, axis or "")
             if split
@@ -271,9 +273,9 @@ class _Accountant:
         if split is None:
             return Shard(tuple(tensor.shape), tensor.nbytes, ())
         shape = list(tensor.shape)
-        shape[placement.dim] = split.local_length(rank, self.asked.tp)
+        shape[placement.dim] = split.local_length(rank, self.call.tp)
         size = tensor.nbytes // tensor.shape[placement.dim] * shape[placement.dim]
-        return Shard(tuple(shape), size, tuple(split.ranges(rank, self.asked.tp)))
+        return Shard(tuple(shape), size, tuple(split.ranges(rank, self.call.tp)))
 
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
 
@@ -290,7 +292,7 @@ class _Accountant:
         return tuple(self._collective(c) for c in [*forward, *reversed(backward)])
 
     def _collective(self, run: Emitted) -> CollectiveRecord:
-        ranks = run.ranks or self.asked.tp
+        ranks = run.ranks or self.call.tp
         shares = run.shares or (Fraction(1),) * len(run.metas)
         size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
         payload = sum(
@@ -305,7 +307,7 @@ class _Accountant:
             where=run.where,
             payload_bytes=payload,
             wire_bytes=wire_bytes(run.kind, payload, ranks),
-            time_ps=time_ps(run.kind, payload, ranks, self.asked.machine),
+            time_ps=time_ps(run.kind, payload, ranks, self.call.request.machine),
             axis=next((self.filed[a] for a in run.axes if a in self.filed), ""),
             group="tp" if not run.ranks else f"tp/{run.ranks}:{run.stride}",
         )
@@ -314,15 +316,17 @@ class _Accountant:
         by_dtype: dict[str, int] = defaultdict(int)
         for record in parameters.values():
             by_dtype[record.dtype] += max(s.bytes for s in record.shards)
-        asked = self.asked
-        memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
+        call = self.call
+        memory = memory_bytes(
+            by_dtype, call.request.optimizer, call.request.state_dtype, training=call.training
+        )
         memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}
         if self.analysis.program.carried:
-            memory["kv_cache"] = held(self._caches().values(), asked.tp)
+            memory["kv_cache"] = held(self._caches().values(), call.tp)
         return memory
 
     def _caches(self) -> dict[str, CacheRecord]:
-        return caches(self.found, self._axis_name, self.asked.longest or self.pricing)
+        return caches(self.found, self._axis_name, self.call.longest or self.pricing)
 
     def _warnings(
         self,
@@ -331,7 +335,7 @@ class _Accountant:
         unruled: Sequence[str],
         reason: str,
     ) -> Iterable[str]:
-        told = "" if self.asked.beside else much_whole(parameters, self.asked.tp)
+        told = "" if self.call.prefill else much_whole(parameters, self.call.tp)
         if told:
             yield told
             if unused:
@@ -353,6 +357,15 @@ class _Accountant:
         if not strategy.partition.parts:
             return strategy.label
         return f"{strategy.label.partition(':')[0]}:{self._axis_name(strategy.partition)}"
+
+
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
+def _rules(request: Request) -> dict[str, object]:
+    """The files of rules that were given, by what is in them; nothing without any."""
+    return {"rules": request.rules.extensions} if request.rules.extensions else {}
 
 
 def _gap(solution: Solution) -> float:

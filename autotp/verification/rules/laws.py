@@ -20,20 +20,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import cast
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 
 from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.partition import Offers, Part, Partition
-from autotp.algebra.placement import CONVERSIONS, PARTIAL, Kind, Placement
+from autotp.algebra.placement import PARTIAL, Kind, Placement
 from autotp.algebra.split import Split
-from autotp.cost.conversions import Prices
-from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
 from autotp.lower.rewrite import Target, rewrite
-from autotp.oprules.rulebook import root
 from autotp.planner.analysis import Decision
 from autotp.planner.strategy import Facts, Strategy, strategies
 from autotp.runtime.ops import library as conjugates
@@ -44,8 +40,7 @@ from autotp.verification.rules.rank import RankInterpreter
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10
-MACHINE = load_machine("gloo", root())
-UNDEFINED = {"aten.empty_like.default", "aten.new_empty.default"}  # values are anything
+UNDEFINED = {"aten.empty_like.default"}  # values are anything
 
 
 def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
@@ -161,23 +156,11 @@ class _Law:
             yield from self._gradients(expected, whole, local, parts, dims)
 
     def _rewritten(self, rank: int) -> fx.Graph:
-        """A rank's graph, ended where the results are as the strategy makes them."""
-        prices = Prices(8, 8, flows=True, weight=False, training=self.training, tp=self.tp,
-                        machine=MACHINE, everything=True)  # fmt: skip
-        values = list(self.case.analysis.dims)
-        decision = Decision(
-            self.placements, {self.use.node: self.strategy}, {}, dict.fromkeys(values, prices)
-        )
+        """A rank's graph, whose results are placed as the strategy makes them."""
+        kept = dict[str | int, Placement](enumerate(self.strategy.results))
+        decision = Decision(self.placements, {self.use.node: self.strategy}, {}, {}, kept)
         target = Target(self.tp, "tp", self.training, rank=rank)
-        with patch.dict(CONVERSIONS, {("SS", "R"): CONVERSIONS[("S", "R")]}):  # is cut off below
-            written = rewrite(self.case.analysis, decision, target)
-        named = {n.name: n for n in written.graph.nodes}
-        made: dict[int, fx.Node] = {}
-        for name, traced in written.values.items():
-            own = traced.origin == self.use.node.name
-            if own and traced.placement == self.strategy.results[traced.item]:
-                made.setdefault(traced.item, named[name])
-        return _ended(written.graph, [made[k] for k in sorted(made)])
+        return rewrite(self.case.analysis, decision, target).graph
 
     def _placed(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
         """Each rank's tensor, by the definition of the placement."""
@@ -358,19 +341,3 @@ def _difference(expected: Tensor, found: Tensor) -> str:
     scale = max(1.0, float(expected.abs().max())) if expected.dtype != torch.bool else 1.0
     gap = float((expected.double() - found.double()).abs().max())
     return "" if gap <= TOLERANCE * scale else f"differs by {gap:.3g}"
-
-
-def _ended(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
-    """`graph` cut off after `results`: what follows them, and waits included, is gone."""
-    graph.erase_node(graph.output_node())
-    needed, todo = set[fx.Node](), list(results)
-    while todo:
-        node = todo.pop()
-        if node not in needed:
-            needed.add(node)
-            todo += node.all_input_nodes
-    graph.output(tuple(results))
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("output", "placeholder") and node not in needed:
-            graph.erase_node(node)
-    return graph
