@@ -221,7 +221,7 @@ def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, An
 def _refuse_adapter(directory: Path) -> None:
     """Refuses a directory with an adapter, which Transformers would put on the model."""
     if (directory / _ADAPTER).is_file():
-        found: object = read_json(directory / _ADAPTER, "the adapter's own configuration")
+        found: object = read_json(directory / _ADAPTER, "Restore the adapter's own configuration.")
         told = cast("dict[str, object]", found) if isinstance(found, dict) else {}
         raise PlanError(
             f"{directory}: holds an adapter ({_ADAPTER}, for "

@@ -75,12 +75,12 @@ class Checkpoint:
             file.close()
 
 
-def read_json(path: Path, what: str) -> Any:
-    """The JSON of a file; WeightsError where it cannot be read. `what` names it in the advice."""
+def read_json(path: Path, advice: str) -> Any:
+    """The JSON of a file; WeightsError, with `advice` on what to do, where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: cannot be read: {error}. Restore {what}.") from error
+        raise WeightsError(f"{path}: cannot be read: {error}. {advice}") from error
 
 
 def _chosen(directory: Path, named: str | None) -> Path:
@@ -102,7 +102,7 @@ def _chosen(directory: Path, named: str | None) -> Path:
 
 def _listed(index: Path) -> list[Path]:
     """The files that an index names, each of which must be there."""
-    found = read_json(index, "the checkpoint's own index")
+    found = read_json(index, "Restore the checkpoint's own index.")
     where: object = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(where, dict) or not where:
         raise WeightsError(f"{index}: has no weight_map. Restore the checkpoint's own index.")
@@ -129,7 +129,7 @@ def _listed(index: Path) -> list[Path]:
 
 def _check_index(index: Path, tensors: Mapping[str, Stored]) -> None:
     """Refuses an index that tells of tensors that no file has."""
-    where: dict[str, str] = read_json(index, "the checkpoint's own index")["weight_map"]
+    where: dict[str, str] = read_json(index, "Restore the checkpoint's own index.")["weight_map"]
     for name, file in where.items():
         if name not in tensors:
             raise WeightsError(

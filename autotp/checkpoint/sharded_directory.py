@@ -43,6 +43,7 @@ __all__ = [
 
 MANIFEST: Final = "shards.json"
 PLAN: Final = "plan.json"
+_ANEW: Final = "Remove this file, then run `autotp shard` again."
 _AGAIN: Final = "Run `autotp shard` again: it goes on with what is missing."
 
 
@@ -66,7 +67,7 @@ class Manifest:
     def read(directory: Path) -> "Manifest":
         """The manifest in a directory; WeightsError if it is none."""
         path = directory / MANIFEST
-        fields = read_json(path, "it by running `autotp shard` again")
+        fields = read_json(path, _ANEW)
         try:
             files = {name: (int(size), str(sha)) for name, (size, sha) in fields["files"].items()}
             lists = (tuple(fields["keys"]), tuple(fields["untied"]))
@@ -77,7 +78,9 @@ class Manifest:
                 raise ValueError(f"{min(absent)} is not in it")
             return made
         except (KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"{path}: is no manifest of shards ({error!r}). {_AGAIN}") from error
+            raise WeightsError(
+                f"{path}: is not a manifest of shards ({error!r}). {_ANEW}"
+            ) from error
 
     def write(self, directory: Path) -> None:
         """Writes the manifest."""
@@ -102,7 +105,7 @@ class Progress:
         path = directory / f"{MANIFEST}.part"
         if not path.is_file():
             return Progress(path, job)
-        fields = read_json(path, "the directory by removing it")
+        fields = read_json(path, "Remove this file, then run the command again.")
         if fields.get("job") != job:
             raise WeightsError(
                 f"{directory}: holds {len(fields.get('files', {}))} files of another conversion, "

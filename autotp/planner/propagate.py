@@ -134,7 +134,7 @@ class _Reader:
         row = self.rulebook.rows.get(str(node.target))
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
         metas = results_of(node)
-        rule = self._rule(node, operands, metas, row) if row else None
+        rule = apply(self._call_of(node, operands, metas, row)) if row else None
         if rule is None and self.tried and metas:
             rule = self._discovered(node, operands, metas, self.tried)
         if rule is None:
@@ -153,15 +153,6 @@ class _Reader:
             )
             dims = tuple(self.forest.dim(s, data=i in data) for i, s in enumerate(sizes))
         return Operand(value, dims, argument, item)
-
-    def _rule(
-        self,
-        node: fx.Node,
-        operands: tuple[Operand, ...],
-        metas: dict[int, torch.Tensor],
-        row: Row,
-    ) -> NodeRule | None:
-        return apply(self._call_of(node, operands, metas, row))
 
     def _call_of(
         self,

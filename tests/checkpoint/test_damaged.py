@@ -188,6 +188,11 @@ def _flipped(directory: Path) -> None:
     path.write_bytes(data)
 
 
+def _truncated(directory: Path) -> None:
+    path = directory / "shards.json"
+    path.write_text(path.read_text()[:-9])
+
+
 def _configured(**fields: object) -> Callable[[Path], None]:
     return lambda directory: configured(directory, **fields)
 
@@ -206,7 +211,14 @@ def _noted(**fields: object) -> Callable[[Path], object]:
         (_flipped, r"rank-00001-of-00003\.safetensors: is not the file of \d+ bytes"),
         (_configured(num_hidden_layers=1), "parameters are not the 12 of Llama"),
         (_configured(intermediate_size=32), "parameters are not the 21 of Lla"),
-        (_noted(dtype="odd"), r"is no manifest of shards \(ValueError\('odd'\)\)"),
+        (
+            _noted(dtype="odd"),
+            r"is not a manifest of shards \(ValueError\('odd'\)\). Remove this file",
+        ),
+        (
+            _truncated,
+            r"shards\.json: cannot be read: .*\. Remove this file, then run `autotp shard`",
+        ),
         (_noted(files={}), r"rank-00000-of-00003\.safetensors is not in it"),
     ],
 )
@@ -219,6 +231,19 @@ def test_what_was_cut_is_joined_as_it_was_or_not_at_all(
     with pytest.raises(AutotpError, match=said):
         offline.merge(tmp_path / "cut", tmp_path / "joined")
     assert not (tmp_path / "joined" / "model.safetensors").exists()
+
+
+def test_a_note_of_progress_that_is_damaged_is_to_be_removed(cut: Path, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    note = begun / "shards.json.part"
+    note.write_text('{"job": ')
+    with pytest.raises(WeightsError, match="Remove this file, then run the command again"):
+        offline.shard(cut.parent / "source", begun, 3)
+    note.unlink()
+    offline.shard(cut.parent / "source", begun, 3)
+
+    assert (begun / "shards.json").is_file()
 
 
 def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ KINDS = ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 
 def _machine(bytes_per_second: int) -> Machine:
     link = Link("plain", 0, bytes_per_second, 1 << 20)
-    return Machine("plain", "", 8, (link,), 1, 1, {})
+    return Machine("plain", "", (link,))
 
 
 def test_the_payload_of_one_block_is_16_8_megabytes() -> None:

@@ -69,6 +69,21 @@ def test_a_machine_file_may_lie_anywhere(tmp_path: Path) -> None:
     assert "mine" == machine.name
 
 
+def test_a_machine_file_may_leave_out_what_no_cost_depends_on(tmp_path: Path) -> None:
+    links = GOOD[GOOD.index("[[links]]") :]
+    path = _written(tmp_path, f'name = "mine"\ndescription = "two devices"\n{links}')
+
+    machine = load_machine(path, RULES)
+
+    assert load_machine("h100", RULES).links == machine.links
+    assert (None, None, None) == (
+        machine.devices_per_node,
+        machine.memory_bytes,
+        machine.memory_bandwidth,
+    )
+    assert {} == machine.flops
+
+
 def test_an_unknown_name_is_told_the_known_ones_and_the_closest() -> None:
     with pytest.raises(PlanError, match="'h10' is unknown. Did you mean 'h100'.*gloo, h100"):
         load_machine("h10", RULES)
@@ -82,6 +97,8 @@ def test_an_unknown_name_is_told_the_known_ones_and_the_closest() -> None:
         ("reach = 8", "", r"links\[0\]: missing key 'reach'"),
         ("reach = 8", "reach = ", "line 20, column 9"),
         ("memory_bytes", "memory_bites", "unknown key 'memory_bites'"),
+        ("memory_bytes = 80", "memory_bytes = 0 # ", "memory_bytes is 0, it must be positive"),
+        ("float64 = 67e12", "float64 = -1.0", "flops.float64 is -1.0, it must be positive"),
         ("latency_ps = 10_000_000", "latency_ps = -1", "NVLink.latency_ps is -1"),
     ],
 )
