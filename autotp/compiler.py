@@ -26,7 +26,7 @@ from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import device_of, is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.gather import GroupStore
-from autotp.checkpoint.quantized import refuse_model
+from autotp.checkpoint.quantized import refuse_quantised_model
 from autotp.dtypes import check_sums
 from autotp.errors import PlanError
 from autotp.lower.check import check
@@ -37,11 +37,15 @@ from autotp.lower.shared_heads import with_shared_heads
 from autotp.lower.unmask import unmasked
 from autotp.options import Request
 from autotp.planner.analysis import Decision
-from autotp.planner.constraints import as_overridden, as_planned, followed
+from autotp.planner.constraints import (
+    check_followed_plan,
+    constrain_to_overrides,
+    constrain_to_plan,
+)
 from autotp.planner.formulate import PlacementProblem, formulate, interpret_solution
 from autotp.planner.formulate_phases import PlannedPhase, formulate_phases
 from autotp.planner.match import match
-from autotp.planner.offers import offered
+from autotp.planner.offers import find_offers
 from autotp.planner.postconditions import (
     find_analysis_faults,
     find_matching_faults,
@@ -49,18 +53,18 @@ from autotp.planner.postconditions import (
 )
 from autotp.planner.propagate import propagate
 from autotp.planner.summary.findings import Call, Findings
-from autotp.planner.summary.phases import with_phases
+from autotp.planner.summary.phases import add_phases
 from autotp.planner.summary.summarise import summarise
 from autotp.planner.terms import Constraint, Terms
 from autotp.records.plan import CacheRecord, Plan
-from autotp.records.replication import much_whole
+from autotp.records.replication import describe_excess_replication
 from autotp.runtime.group.process_group import Group, exists, is_real
 from autotp.runtime.layered_graph import ConditionalGraph, LayeredGraph
 from autotp.runtime.model import ShardedModel, add_variant
 from autotp.runtime.module_tree import build_tree, refuse_sharded
 from autotp.runtime.shards import cut
 from autotp.runtime.variant import Signature, key_of, mode_of
-from autotp.solver.joint import parted
+from autotp.solver.joint import split_solution
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.stage_check import Stage, check_stage, is_switched_on
@@ -127,7 +131,7 @@ class ModelCompiler:
         calls: int = 1,
     ) -> None:
         refuse_sharded(model)
-        refuse_model(model)
+        refuse_quantised_model(model)
         self.model, self.request = model, request
         self.caches, self.calls = caches or {}, calls
         self.training = model.training if request.training is None else request.training
@@ -169,12 +173,12 @@ class ModelCompiler:
             [PlannedPhase(c.analysis, p, c.calls) for c, p in zip(compilers, posed, strict=True)]
         )
         solution = solve(problem)
-        parts = zip(compilers, posed, parted(phases, solution), strict=True)
+        parts = zip(compilers, posed, split_solution(phases, solution), strict=True)
         own, *others = [(c, p, part) for c, p, part in parts]
         first = own[0].lower(*own[1:], tp, group)
         later = [c.lower(p, part, tp, group, first.plan) for c, p, part in others]
-        plan = with_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
-        if self.request.strict and (excess := much_whole(plan.parameters, tp)):
+        plan = add_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
+        if self.request.strict and (excess := describe_excess_replication(plan.parameters, tp)):
             raise PlanError(f"{self.whole.name}: strict=True, and {excess}. {_LESS_REPLICATED}")
         return replace(first, plan=plan, problem=problem, solution=solution, later=tuple(later))
 
@@ -188,7 +192,7 @@ class ModelCompiler:
             summed=self.pricing.summed,
             allowed=self._constraints(tp),
             everything=everything,
-            offers=offered(self.analysis, self.matching, tp),
+            offers=find_offers(self.analysis, self.matching, tp),
             caches=self.caches,
         )
         problem = formulate(self.analysis, self.matching, terms)
@@ -294,9 +298,11 @@ class ModelCompiler:
     def _constraints(self, tp: int) -> Mapping[str, Constraint]:
         """Give what a plan to follow, or overrides, leave to each parameter."""
         if self.request.plan is not None:
-            plan = followed(self.request.plan, self.whole, tp, training=self.training)
-            return as_planned(plan, self.analysis)
-        return as_overridden(self.request.overrides, self.whole, self.analysis, self.matching, tp)
+            plan = check_followed_plan(self.request.plan, self.whole, tp, training=self.training)
+            return constrain_to_plan(plan, self.analysis)
+        return constrain_to_overrides(
+            self.request.overrides, self.whole, self.analysis, self.matching, tp
+        )
 
 
 def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:

@@ -13,17 +13,24 @@ from typing import BinaryIO, Final
 import torch
 from torch import Tensor
 
-from autotp.checkpoint.safetensors_format import Entry, header_of
+from autotp.checkpoint.safetensors_format import Entry, encode_header
 from autotp.errors import WeightsError
 
-__all__ = ["METADATA", "Writer", "check_space", "draft", "publish", "writing"]
+__all__ = [
+    "METADATA",
+    "SafetensorsWriter",
+    "check_space",
+    "open_draft",
+    "publish_files",
+    "report_write_errors",
+]
 
 METADATA: Final = {"format": "pt"}
 _BLOCK: Final = 4 << 20
 _DRAFT: Final = ".saving-"
 
 
-class Writer:
+class SafetensorsWriter:
     """A safetensors file that is written tensor by tensor, in the order of its `entries`.
 
     Constraints: it has another name until `finish`; a file begun before is gone on with, from its
@@ -33,10 +40,10 @@ class Writer:
     def __init__(self, path: Path, entries: Sequence[Entry], *, resume: bool = False) -> None:
         self.path, self.entries = path, list(entries)
         self._part = path.with_name(f"{path.name}.part")
-        self._header = header_of(entries, METADATA)
+        self._header = encode_header(entries, METADATA)
         self._hash = hashlib.sha256()
         self.done = 0
-        with writing(self._part):
+        with report_write_errors(self._part):
             self._file: BinaryIO = self._part.open("r+b" if self._can_resume(resume) else "w+b")
             if self._file.seek(0, os.SEEK_END):
                 self._go_on()
@@ -47,7 +54,7 @@ class Writer:
         """Writes the next tensor, which must be of the next entry's shape and dtype."""
         entry = self.entries[self.done]
         assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
-        with writing(self.path, f"tensor {entry.name}"):
+        with report_write_errors(self.path, f"tensor {entry.name}"):
             data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
             for start in range(0, len(data), _BLOCK):
                 self._put(data[start : start + _BLOCK])
@@ -57,7 +64,7 @@ class Writer:
     def finish(self) -> tuple[int, str]:
         """Gives the file its name; its size and SHA-256."""
         assert self.done == len(self.entries), f"{self.done} of {len(self.entries)} tensors"
-        with writing(self.path):
+        with report_write_errors(self.path):
             size = self._file.tell()
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -95,34 +102,34 @@ class Writer:
 
 
 @contextmanager
-def writing(path: Path, what: str = "") -> Generator[None]:
+def report_write_errors(path: Path, what: str = "") -> Generator[None]:
     """Errors of the system in the block become one WeightsError, which names file and tensor."""
     try:
         yield
     except OSError as error:
         told = f" of {what}" if what else ""
-        free = shutil.disk_usage(_existing(path)).free
+        free = shutil.disk_usage(_find_existing(path)).free
         raise WeightsError(
-            f"{path}: cannot be written{told}: {error.strerror or error} ({_megabytes(free)} are "
+            f"{path}: cannot be written{told}: {error.strerror or error} ({_format_megabytes(free)} are "
             "free there). Free space or choose another directory; nothing was left under this name."
         ) from error
 
 
 @contextmanager
-def draft(directory: Path) -> Generator[Path]:
+def open_draft(directory: Path) -> Generator[Path]:
     """A directory inside of `directory` to write into; it is gone at the end of the block.
 
     So are those that killed processes left there, which hold no lock any more.
     """
     made = not directory.exists()
-    with writing(directory):
+    with report_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(f"{_DRAFT}*"):
-            if (lock := _locked(left)) is not None:
+            if (lock := _lock_directory(left)) is not None:
                 shutil.rmtree(left, ignore_errors=True)
                 os.close(lock)
         inner = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=directory))
-    lock = _locked(inner)
+    lock = _lock_directory(inner)
     try:
         yield inner
     finally:
@@ -133,7 +140,7 @@ def draft(directory: Path) -> Generator[Path]:
             directory.rmdir()
 
 
-def publish(inner: Path, last: str = "") -> None:
+def publish_files(inner: Path, last: str = "") -> None:
     """Moves the files of a draft to where they belong, the one called `last` after the others."""
     files = sorted(inner.iterdir(), key=lambda path: (path.name == last, path.name))
     for name in (file.name for file in files):
@@ -143,21 +150,21 @@ def publish(inner: Path, last: str = "") -> None:
                 f"Remove it, or choose another directory: 0 of {len(files)} files were written."
             )
     for file in files:
-        with writing(inner.parent / file.name):
+        with report_write_errors(inner.parent / file.name):
             file.replace(inner.parent / file.name)
 
 
 def check_space(directory: Path, needed: int) -> None:
     """Refuses to begin what will not fit."""
-    free = shutil.disk_usage(_existing(directory)).free
+    free = shutil.disk_usage(_find_existing(directory)).free
     if free < needed:
         raise WeightsError(
-            f"{directory}: {_megabytes(needed)} are to be written, {_megabytes(free)} are free. "
+            f"{directory}: {_format_megabytes(needed)} are to be written, {_format_megabytes(free)} are free. "
             "Free space or choose another directory; nothing was written."
         )
 
 
-def _locked(directory: Path) -> int | None:
+def _lock_directory(directory: Path) -> int | None:
     """A lock on a directory, let go of when it is closed or the process ends; None if another has
     it.
     """
@@ -173,7 +180,7 @@ def _locked(directory: Path) -> int | None:
     return opened
 
 
-def _existing(path: Path) -> Path:
+def _find_existing(path: Path) -> Path:
     """The part of a path that is there."""
     for part in (absolute := path.absolute(), *absolute.parents):
         with suppress(OSError):  # a name that is too long, say
@@ -182,5 +189,5 @@ def _existing(path: Path) -> Path:
     return absolute
 
 
-def _megabytes(size: int) -> str:
+def _format_megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB"

@@ -15,7 +15,12 @@ from typing import Any, Final, cast
 import torch
 
 from autotp.checkpoint.safetensors_format import read_header
-from autotp.checkpoint.stored_tensor import File, Pickled, Stored, Written
+from autotp.checkpoint.stored_tensor import (
+    CheckpointFile,
+    PickledTensor,
+    SafetensorsTensor,
+    StoredTensor,
+)
 from autotp.errors import WeightsError
 
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "read_json"]
@@ -36,8 +41,8 @@ class Checkpoint:
 
     directory: Path
     files: tuple[Path, ...]
-    tensors: Mapping[str, Stored]
-    _opened: tuple[File, ...] = ()
+    tensors: Mapping[str, StoredTensor]
+    _opened: tuple[CheckpointFile, ...] = ()
 
     @staticmethod
     def open(directory: Path, named: str | None = None) -> "Checkpoint":
@@ -45,12 +50,12 @@ class Checkpoint:
 
         Raises WeightsError where files are missing, cut short or hold one name twice.
         """
-        path = _chosen(directory, named)
-        files = _listed(path) if path.name.endswith(".index.json") else [path]
-        tensors: dict[str, Stored] = {}
-        opened: list[File] = []
+        path = _choose_file(directory, named)
+        files = _list_indexed_files(path) if path.name.endswith(".index.json") else [path]
+        tensors: dict[str, StoredTensor] = {}
+        opened: list[CheckpointFile] = []
         for file in files:
-            for name, stored in _tensors(file, opened):
+            for name, stored in _read_tensors(file, opened):
                 if name in tensors:
                     raise WeightsError(
                         f"{stored.label}: is in another file too: {tensors[name].label}. Leave one."
@@ -83,7 +88,7 @@ def read_json(path: Path, advice: str) -> Any:
         raise WeightsError(f"{path}: cannot be read: {error}. {advice}") from error
 
 
-def _chosen(directory: Path, named: str | None) -> Path:
+def _choose_file(directory: Path, named: str | None) -> Path:
     if not directory.is_dir():
         raise WeightsError(
             f"{directory}: is no directory. Give one with config.json and safetensors files."
@@ -100,7 +105,7 @@ def _chosen(directory: Path, named: str | None) -> Path:
     )
 
 
-def _listed(index: Path) -> list[Path]:
+def _list_indexed_files(index: Path) -> list[Path]:
     """The files that an index names, each of which must be there."""
     found = read_json(index, "Restore the checkpoint's own index.")
     where: object = found.get("weight_map") if isinstance(found, dict) else None
@@ -127,7 +132,7 @@ def _listed(index: Path) -> list[Path]:
     return files
 
 
-def _check_index(index: Path, tensors: Mapping[str, Stored]) -> None:
+def _check_index(index: Path, tensors: Mapping[str, StoredTensor]) -> None:
     """Refuses an index that tells of tensors that no file has."""
     where: dict[str, str] = read_json(index, "Restore the checkpoint's own index.")["weight_map"]
     for name, file in where.items():
@@ -138,15 +143,15 @@ def _check_index(index: Path, tensors: Mapping[str, Stored]) -> None:
             )
 
 
-def _tensors(file: Path, opened: list[File]) -> Iterable[tuple[str, Stored]]:
+def _read_tensors(file: Path, opened: list[CheckpointFile]) -> Iterable[tuple[str, StoredTensor]]:
     if file.suffix != ".safetensors":
-        return _unpickled(file)
-    source = File(file)
+        return _unpickle_tensors(file)
+    source = CheckpointFile(file)
     opened.append(source)
-    return [(name, Written(source, entry)) for name, entry in read_header(file).items()]
+    return [(name, SafetensorsTensor(source, entry)) for name, entry in read_header(file).items()]
 
 
-def _unpickled(file: Path) -> list[tuple[str, Stored]]:
+def _unpickle_tensors(file: Path) -> list[tuple[str, StoredTensor]]:
     with file.open("rb") as opened:
         mapped = opened.read(len(_ZIP)) == _ZIP  # older files cannot be, and are read whole
     try:
@@ -154,7 +159,7 @@ def _unpickled(file: Path) -> list[tuple[str, Stored]]:
     # a damaged file makes torch, and what it unpickles, raise errors of any kind
     except Exception as error:
         raise WeightsError(
-            f"{file}: cannot be read as plain weights (weights_only): {_reason(error)}. Download "
+            f"{file}: cannot be read as plain weights (weights_only): {_extract_reason(error)}. Download "
             "it again; if it is whole, save the model as safetensors, on a machine where you trust "
             "this file."
         ) from error
@@ -172,10 +177,10 @@ def _unpickled(file: Path) -> list[tuple[str, Stored]]:
                 f"tensor {name} of {file}: is {kind}, and parameters are plain tensors. Save the "
                 "model's own state_dict()."
             )
-    return [(name, Pickled(file, name, tensor.detach())) for name, tensor in tensors.items()]
+    return [(name, PickledTensor(file, name, tensor.detach())) for name, tensor in tensors.items()]
 
 
-def _reason(error: Exception) -> str:
+def _extract_reason(error: Exception) -> str:
     """What torch says of a file that it does not read, without its advice to trust it."""
     text = str(error).strip()
     unsafe = re.search(r"WeightsUnpickler error: (.+)", text)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar, NoReturn
 
-from autotp.model_source import preset_names
+from autotp.model_source import list_presets
 
-__all__ = ["parsed"]
+__all__ = ["parse_arguments"]
 
 _COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge", "generate"}
 _DEBUG = "show where an error arose; generate: compare all ranks' calls"
@@ -16,12 +16,12 @@ _RULES = "TOML file of rules to merge over autotp's own; may be given several ti
 _STRICT = "an op without a rule, or more than 10 %% of the bytes whole, is an error"
 
 
-def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options that `arguments` (default: the process's own) spell; exits with 2 if they don't.
 
     Constraints: `command` is the command's name; every command has `json` and `debug`.
     """
-    return _parser().parse_args(arguments)
+    return _build_parser().parse_args(arguments)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,20 +46,22 @@ class _Parser(argparse.ArgumentParser):
         super().error(f"{message}. Did you mean {close[0]!r}?" if close else message)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="autotp", description="Tensor-parallel, and proven so.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
 
     plan = commands.add_parser("plan", help="print how a model would be split")
-    _add_model(plan, tp=_ranks, batch=1, sequence="the model's own, at most 4096")
+    _add_model(plan, tp=_parse_ranks, batch=1, sequence="the model's own, at most 4096")
 
     dry_run = commands.add_parser("dry-run", help="write plan, graph and problem to files")
-    _add_model(dry_run, tp=_ranks, batch=1, sequence="the model's own, at most 4096")
+    _add_model(dry_run, tp=_parse_ranks, batch=1, sequence="the model's own, at most 4096")
     dry_run.add_argument("-o", "--output", required=True, metavar="DIR", help="where to write")
-    dry_run.add_argument("--rank", type=_index, default=0, help="whose graph to write (default 0)")
+    dry_run.add_argument(
+        "--rank", type=_parse_index, default=0, help="whose graph to write (default 0)"
+    )
 
     verify = commands.add_parser("verify", help="compare all ranks with the whole model")
-    _add_model(verify, tp=_counts, batch=2, sequence="16, or the model's own if less")
+    _add_model(verify, tp=_parse_counts, batch=2, sequence="16, or the model's own if less")
     verify.add_argument("--seed", type=int, default=0, help="of random weights and inputs")
 
     rules = commands.add_parser("rules", help="list what is known of each op, or check it")
@@ -85,7 +87,9 @@ def _add_conversion(shard: argparse.ArgumentParser, merge: argparse.ArgumentPars
         command.add_argument("directory", metavar="DIR", help=f"{read} to read")
         command.add_argument("output", metavar="OUT", help="the directory to write")
         command.add_argument("--trust-remote-code", action="store_true", help="run code in DIR")
-    shard.add_argument("--tp", type=_ranks, required=True, metavar="N", help="number of ranks")
+    shard.add_argument(
+        "--tp", type=_parse_ranks, required=True, metavar="N", help="number of ranks"
+    )
     shard.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
     _add_override(shard)
     size = "largest size of a file (default 50GB)"
@@ -95,20 +99,26 @@ def _add_conversion(shard: argparse.ArgumentParser, merge: argparse.ArgumentPars
 def _add_generation(parser: argparse.ArgumentParser) -> None:
     """Adds what `generate` takes."""
     parser.add_argument("directory", metavar="DIR", help="the checkpoint to read")
-    parser.add_argument("--tp", type=_ranks, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--tp", type=_parse_ranks, required=True, metavar="N", help="number of ranks"
+    )
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--prompt", metavar="TEXT", help="what to go on from")
-    asked.add_argument("--ids", type=_numbers, metavar="N,N", help="the same as numbers of words")
+    asked.add_argument(
+        "--ids", type=_parse_token_ids, metavar="N,N", help="the same as numbers of words"
+    )
     most = "most new tokens (default 64)"
-    parser.add_argument("--max-new-tokens", type=_count, default=64, metavar="N", help=most)
+    parser.add_argument("--max-new-tokens", type=_parse_count, default=64, metavar="N", help=most)
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's turn")
     drawn = "draw words at this temperature (default 0: the likeliest)"
-    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help=drawn)
+    parser.add_argument(
+        "--temperature", type=_parse_temperature, default=0.0, metavar="T", help=drawn
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--dtype", metavar="NAME", help="of the parameters (default: as stored)")
     _add_reduce_dtype(parser)
     late = "give up on a rank after so long (default: 1800 over gloo, 600 over NCCL)"
-    parser.add_argument("--timeout", type=_seconds, metavar="SECONDS", help=late)
+    parser.add_argument("--timeout", type=_parse_seconds, metavar="SECONDS", help=late)
     parser.add_argument("--trust-remote-code", action="store_true", help="run code in DIR")
 
 
@@ -120,7 +130,7 @@ def _add_reduce_dtype(parser: argparse.ArgumentParser) -> None:
 def _add_override(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--override",
-        type=_override,
+        type=_parse_override,
         action="append",
         default=[],
         metavar="GLOB=LAYOUT",
@@ -136,54 +146,58 @@ def _add_model(
     sequence: str,
 ) -> None:
     """Adds what every command about a model takes; `batch` and `sequence` tell the defaults."""
-    models = f"directory with config.json, package.module:factory, or {', '.join(preset_names())}"
-    ranks = "number of ranks" if tp is _ranks else "numbers of ranks, e.g. 2,3,4"
+    models = f"directory with config.json, package.module:factory, or {', '.join(list_presets())}"
+    ranks = "number of ranks" if tp is _parse_ranks else "numbers of ranks, e.g. 2,3,4"
     parser.add_argument("model", metavar="MODEL", help=models)
     parser.add_argument("--tp", type=tp, required=True, metavar="N", help=ranks)
     parser.add_argument("--training", action="store_true", help="with the backward pass")
     parser.add_argument("--machine", default="h100", help="name or .toml file (default h100)")
     parser.add_argument(
-        "--batch", type=_count, default=batch, metavar="N", help=f"batch size (default {batch})"
+        "--batch",
+        type=_parse_count,
+        default=batch,
+        metavar="N",
+        help=f"batch size (default {batch})",
     )
     parser.add_argument(
         "--sequence",
         "--prompt-length",
-        type=_count,
+        type=_parse_count,
         metavar="N",
         help=f"length (default: {sequence})",
     )
     words = "plan a prompt's call together with those of N words generated after it"
-    parser.add_argument("--new-tokens", type=_index, default=0, metavar="N", help=words)
+    parser.add_argument("--new-tokens", type=_parse_index, default=0, metavar="N", help=words)
     _add_override(parser)
     _add_reduce_dtype(parser)
     parser.add_argument("--strict", action="store_true", help=_STRICT)
 
 
-def _count(text: str) -> int:
-    return _at_least(1, text)
+def _parse_count(text: str) -> int:
+    return _parse_integer(1, text)
 
 
-def _ranks(text: str) -> int:
+def _parse_ranks(text: str) -> int:
     if "," in text:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a whole number; only verify takes several"
         )
-    return _count(text)
+    return _parse_count(text)
 
 
-def _numbers(text: str) -> list[int]:
-    return [_at_least(0, part) for part in text.split(",")]
+def _parse_token_ids(text: str) -> list[int]:
+    return [_parse_integer(0, part) for part in text.split(",")]
 
 
-def _index(text: str) -> int:
-    return _at_least(0, text)
+def _parse_index(text: str) -> int:
+    return _parse_integer(0, text)
 
 
-def _counts(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
+def _parse_counts(text: str) -> list[int]:
+    return [_parse_count(part) for part in text.split(",")]
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     try:
         number = float(text)
     except ValueError as error:
@@ -193,7 +207,7 @@ def _seconds(text: str) -> float:
     return number
 
 
-def _temperature(text: str) -> float:
+def _parse_temperature(text: str) -> float:
     try:
         number = float(text)
     except ValueError as error:
@@ -203,7 +217,7 @@ def _temperature(text: str) -> float:
     return number
 
 
-def _at_least(least: int, text: str) -> int:
+def _parse_integer(least: int, text: str) -> int:
     try:
         number = int(text)
     except ValueError as error:
@@ -213,7 +227,7 @@ def _at_least(least: int, text: str) -> int:
     return number
 
 
-def _override(text: str) -> tuple[str, str]:
+def _parse_override(text: str) -> tuple[str, str]:
     glob, _, layout = text.rpartition("=")
     if not (glob and layout):
         raise argparse.ArgumentTypeError(f"{text!r} is not GLOB=LAYOUT, e.g. '*.down_proj=row'")

@@ -14,7 +14,7 @@ from autotp.errors import PlanError
 from autotp.loading import from_pretrained
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["Pace", "GenerationRequest", "check", "generated"]
+__all__ = ["Pace", "GenerationRequest", "check_request", "generate_text"]
 
 _NUMBERS = "Put the model's tokenizer files there, or give numbers: --ids 1,2,3."
 
@@ -59,7 +59,7 @@ class Pace:
         return f"{begun}; {self.words} tokens: the first after {self.first:.2f} s{speed}"
 
 
-class _Clock:
+class _TimedStreamer:
     """A streamer of Transformers' kind that notes when words come, and hands them on."""
 
     def __init__(self, onward: Any, ready: float) -> None:
@@ -82,7 +82,7 @@ class _Clock:
             self.onward.end()
 
 
-def check(wanted: GenerationRequest) -> None:
+def check_request(wanted: GenerationRequest) -> None:
     """Raises PlanError for what can be known to fail before any process is started."""
     directory = Path(wanted.directory)
     if not (directory / "config.json").is_file():
@@ -90,7 +90,7 @@ def check(wanted: GenerationRequest) -> None:
     named = ("tokenizer*", "vocab*", "*.model", "spiece*")
     if not wanted.ids and not any(f for name in named for f in directory.glob(name)):
         raise PlanError(f"{directory}: it has no tokenizer's files. {_NUMBERS}")
-    count = _words_of(directory)
+    count = _read_vocabulary_size(directory)
     if count is not None and (odd := [i for i in wanted.ids if not 0 <= i < count]):
         raise PlanError(
             f"{directory}: {odd[0]} is none of its {count} words. "
@@ -98,7 +98,7 @@ def check(wanted: GenerationRequest) -> None:
         )
 
 
-def _words_of(directory: Path) -> int | None:
+def _read_vocabulary_size(directory: Path) -> int | None:
     """How many words the model there has; None where its configuration does not say."""
     try:
         config: Any = json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -108,14 +108,14 @@ def _words_of(directory: Path) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def generated(wanted: GenerationRequest, tp: int) -> tuple[list[int], Pace, int]:
+def generate_text(wanted: GenerationRequest, tp: int) -> tuple[list[int], Pace, int]:
     """The new words, their pace and this process's rank; rank 0 streams the text to stdout.
 
     Constraints: runs in each process of a group of `tp`, or in one for tp 1.
     """
     started = time.perf_counter()
-    tokenizer = None if wanted.ids else _tokenizer(wanted)
-    ids = _ids(wanted, tokenizer)
+    tokenizer = None if wanted.ids else _load_tokenizer(wanted)
+    ids = _encode_prompt(wanted, tokenizer)
     model = from_pretrained(
         wanted.directory,
         tp,
@@ -128,14 +128,16 @@ def generated(wanted: GenerationRequest, tp: int) -> tuple[list[int], Pace, int]
     if tokenizer is not None and model.sharded_state.group.rank == 0:
         streamer = importlib.import_module("transformers").TextStreamer
         onward = streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-    _generate(model, ids, replace(wanted, new_tokens=3), None)  # captures a prompt and a new word
-    clock = _Clock(onward, time.perf_counter() - started)
-    made = _generate(model, ids, wanted, clock)
+    _run_generation(
+        model, ids, replace(wanted, new_tokens=3), None
+    )  # captures a prompt and a new word
+    clock = _TimedStreamer(onward, time.perf_counter() - started)
+    made = _run_generation(model, ids, wanted, clock)
     return made[0, ids.shape[1] :].tolist(), clock.pace, model.sharded_state.group.rank
 
 
-def _generate(
-    model: ShardedModel, ids: torch.Tensor, wanted: GenerationRequest, clock: _Clock | None
+def _run_generation(
+    model: ShardedModel, ids: torch.Tensor, wanted: GenerationRequest, clock: _TimedStreamer | None
 ) -> torch.Tensor:
     torch.manual_seed(wanted.seed)  # all ranks draw the same from the same logits
     drawn = {"do_sample": True, "temperature": wanted.temperature}
@@ -150,7 +152,7 @@ def _generate(
     return generate(ids, attention_mask=torch.ones_like(ids), streamer=clock, **limit, **how)
 
 
-def _tokenizer(wanted: GenerationRequest) -> Any:
+def _load_tokenizer(wanted: GenerationRequest) -> Any:
     auto = importlib.import_module("transformers").AutoTokenizer
     try:
         trust = bool(wanted.loading.get("trust_remote_code"))
@@ -162,7 +164,7 @@ def _tokenizer(wanted: GenerationRequest) -> Any:
         ) from error
 
 
-def _ids(wanted: GenerationRequest, tokenizer: Any) -> torch.Tensor:
+def _encode_prompt(wanted: GenerationRequest, tokenizer: Any) -> torch.Tensor:
     """The prompt as numbers, (1, length)."""
     if tokenizer is None:
         return torch.tensor([list(wanted.ids)])

@@ -25,9 +25,9 @@ from torch import nn
 from autotp import api as pipeline
 from autotp.capture.inputs import example_inputs, positions
 from autotp.cli import shard_merge as offline
-from autotp.cli.arguments import parsed
-from autotp.cli.generate import GenerationRequest, generated
-from autotp.cli.generate import check as check_generation
+from autotp.cli.arguments import parse_arguments
+from autotp.cli.generate import GenerationRequest, generate_text
+from autotp.cli.generate import check_request as check_generation
 from autotp.cli.random_weights import materialize
 from autotp.errors import AutotpError, PlanError
 from autotp.model_source import load_with_inputs
@@ -52,34 +52,34 @@ _SHORT = 16  # words that a comparison takes, unless told otherwise
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code of the command that `arguments` (default: the process's own) spell."""
-    options = parsed(arguments)
+    options = parse_arguments(arguments)
     options.spelled = list(sys.argv[1:] if arguments is None else arguments)
     logger = logging.getLogger("autotp")
     before = logger.level
     if options.debug:
         logger.setLevel(logging.DEBUG)  # what torch logs of a capture is then shown too
     try:
-        return _run(options)
+        return _run_command(options)
     finally:
         logger.setLevel(before)
 
 
-def _run(options: Namespace) -> int:
+def _run_command(options: Namespace) -> int:
     try:
-        with _misuse():
-            _check(options)
+        with _report_misuse():
+            _check_options(options)
         return _COMMANDS[options.command](options)
     except _MisuseError as error:
-        return _failed(str(error), options, 2)
+        return _report_failure(str(error), options, 2)
     except AutotpError as error:
-        return _failed(str(error), options)
+        return _report_failure(str(error), options)
     except BrokenPipeError:
         # whoever read us has seen enough; what is left in the buffer must not raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001  a bug of ours is still one message
         kind = type(error).__name__
-        return _failed(f"unexpected {kind}: {error} (--debug shows where)", options)
+        return _report_failure(f"unexpected {kind}: {error} (--debug shows where)", options)
 
 
 class _MisuseError(AutotpError):
@@ -87,7 +87,7 @@ class _MisuseError(AutotpError):
 
 
 @contextmanager
-def _misuse() -> Generator[None]:
+def _report_misuse() -> Generator[None]:
     """Errors in the block are those of whoever typed the command."""
     try:
         yield
@@ -95,11 +95,11 @@ def _misuse() -> Generator[None]:
         raise _MisuseError(str(error)) from error
 
 
-def _check(options: Namespace) -> None:
+def _check_options(options: Namespace) -> None:
     """Refuses what can be refused before the model is built and captured: that takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
-    read_request(**_requested(options, "reduce_dtype", "rules", "machine"))
+    read_request(**_select_options(options, "reduce_dtype", "rules", "machine"))
     if options.command in ("rules", "shard", "merge", "generate"):
         return
     for glob, layout in options.override:
@@ -122,17 +122,17 @@ def _check_directory(directory: Path, option: str) -> None:
         raise PlanError(f"{option}: {directory} cannot be written to. Choose another.")
 
 
-def _failed(message: str, options: Namespace, code: int = 1) -> int:
+def _report_failure(message: str, options: Namespace, code: int = 1) -> int:
     if options.debug:
         traceback.print_exc()
     print(f"autotp: error: {message}", file=sys.stderr)
     return code
 
 
-def _plan(options: Namespace) -> int:
-    model, given = _model(options)
-    asked = _asked(model, given, options)
-    with _progress(f"planning {options.model} over {options.tp} ranks"):
+def _run_plan(options: Namespace) -> int:
+    model, given = _load_model(options)
+    asked = _collect_options(model, given, options)
+    with _show_progress(f"planning {options.model} over {options.tp} ranks"):
         plan: Plan = pipeline.plan(model, tp=options.tp, **asked)
     if options.json != "-":
         printed(render(plan))
@@ -140,10 +140,10 @@ def _plan(options: Namespace) -> int:
     return 0
 
 
-def _dry_run(options: Namespace) -> int:
-    model, given = _model(options)
-    asked = _asked(model, given, options)
-    with _progress(f"rewriting {options.model} for rank {options.rank} of {options.tp}"):
+def _run_dry_run(options: Namespace) -> int:
+    model, given = _load_model(options)
+    asked = _collect_options(model, given, options)
+    with _show_progress(f"rewriting {options.model} for rank {options.rank} of {options.tp}"):
         files: Mapping[str, str | bytes] = pipeline.dry_run(
             model, tp=options.tp, rank=options.rank, **asked
         )
@@ -155,16 +155,16 @@ def _dry_run(options: Namespace) -> int:
     return 0
 
 
-def _verify(options: Namespace) -> int:
-    model, given = _model(options)
+def _run_verify(options: Namespace) -> int:
+    model, given = _load_model(options)
     # the whole model and all ranks' shards; in training the gradients of both
     model = materialize(model, options.seed, copies=4 if options.training else 2)
     if options.sequence is None:
         options.sequence = min(_SHORT, positions(model) or _SHORT)
-    asked = _asked(model, given, options)
+    asked = _collect_options(model, given, options)
     found: list[Evidence] = []
     for tp in options.tp:
-        with _progress(f"verifying {options.model} over {tp} ranks"):
+        with _show_progress(f"verifying {options.model} over {tp} ranks"):
             found.append(pipeline.verify(model, tp=tp, seed=options.seed, **asked))
         if options.json != "-":
             if len(found) > 1:
@@ -174,11 +174,11 @@ def _verify(options: Namespace) -> int:
     return 0 if all(evidence.ok for evidence in found) else 1
 
 
-def _rules(options: Namespace) -> int:
-    with _misuse():
+def _run_rules(options: Namespace) -> int:
+    with _report_misuse():
         book = rulebook.load(*map(Path, options.rules))
     if options.action == "check":
-        return _rules_check(book, options)
+        return _run_rules_check(book, options)
     if options.json != "-":
         printed(render_rules(book.rows.values()))
     listed = {op: {**encode(row), "signature": str(row.signature)} for op, row in book.rows.items()}
@@ -187,8 +187,8 @@ def _rules(options: Namespace) -> int:
     return 0
 
 
-def _rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
-    with _progress(f"running {len(book.rows)} ops on shards"):
+def _run_rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
+    with _show_progress(f"running {len(book.rows)} ops on shards"):
         verdicts = list(check(book, ops=options.op, seed=options.seed))
     if options.json != "-":
         printed(render_verdicts(verdicts))
@@ -196,13 +196,13 @@ def _rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
     return 1 if any(v.verdict == "wrong" for v in verdicts) else 0
 
 
-def _shard(options: Namespace) -> int:
-    plan: Plan = offline.shard(
+def _run_shard(options: Namespace) -> int:
+    plan: Plan = offline.shard_checkpoint(
         options.directory,
         options.output,
         options.tp,
         overrides=dict(options.override),
-        **_requested(options, "dtype", "trust_remote_code", "rules"),
+        **_select_options(options, "dtype", "trust_remote_code", "rules"),
     )
     if options.json != "-":
         printed(f"cut {options.directory} into {plan.tp} files in {options.output}")
@@ -210,8 +210,8 @@ def _shard(options: Namespace) -> int:
     return 0
 
 
-def _merge(options: Namespace) -> int:
-    offline.merge(
+def _run_merge(options: Namespace) -> int:
+    offline.merge_checkpoint(
         options.directory,
         options.output,
         max_shard_size=options.max_shard_size,
@@ -223,7 +223,7 @@ def _merge(options: Namespace) -> int:
     return 0
 
 
-def _generate(options: Namespace) -> int:
+def _run_generate(options: Namespace) -> int:
     wanted = GenerationRequest(
         directory=options.directory,
         prompt=options.prompt or "",
@@ -232,17 +232,17 @@ def _generate(options: Namespace) -> int:
         chat=options.chat,
         temperature=options.temperature,
         seed=options.seed,
-        loading=_requested(
+        loading=_select_options(
             options, "dtype", "reduce_dtype", "rules", "timeout", "debug", "trust_remote_code"
         ),
     )
-    with _misuse():
+    with _report_misuse():
         check_generation(wanted)
     if options.tp > 1 and "RANK" not in os.environ:
-        return _in_processes(options)
+        return _start_processes(options)
     if options.tp > 1:
-        _speak_before_the_end()
-    words, pace, rank = generated(wanted, options.tp)
+        _delay_termination()
+    words, pace, rank = generate_text(wanted, options.tp)
     if rank == 0:
         if options.ids and options.json != "-":
             print(",".join(map(str, words)), flush=True)  # one line: a number is not broken
@@ -251,16 +251,16 @@ def _generate(options: Namespace) -> int:
     return 0
 
 
-def _speak_before_the_end() -> None:
+def _delay_termination() -> None:
     """Leaves a process that torchrun stops, since another is gone, the time to say what it saw."""
-    signal.signal(signal.SIGTERM, _end_soon)
+    signal.signal(signal.SIGTERM, _set_exit_alarm)
 
 
-def _end_soon(number: int, frame: object) -> None:
+def _set_exit_alarm(number: int, frame: object) -> None:
     signal.alarm(_LAST_WORDS)
 
 
-def _in_processes(options: Namespace) -> int:
+def _start_processes(options: Namespace) -> int:
     """The same command in `tp` processes of this machine, which torchrun starts and watches."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run += [f"--nproc-per-node={options.tp}", "-m", "autotp", *options.spelled]
@@ -268,33 +268,35 @@ def _in_processes(options: Namespace) -> int:
     return subprocess.run(run, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
 
 
-def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
+def _load_model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
     """The model asked for, and the example inputs that its factory gave, if any."""
-    with _progress(f"building {options.model}"), _misuse():
+    with _show_progress(f"building {options.model}"), _report_misuse():
         return load_with_inputs(options.model)
 
 
-def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace) -> dict[str, Any]:
+def _collect_options(
+    model: nn.Module, given: Mapping[str, Any] | None, options: Namespace
+) -> dict[str, Any]:
     """The keyword arguments that the pipeline's functions have in common."""
     if given is None:
         sizes = {"batch": options.batch, "sequence": options.sequence, "room": options.new_tokens}
-        with _misuse():
+        with _report_misuse():
             given = example_inputs(model, options.training, **sizes, advice=_FACTORY)
     names = ("training", "machine", "strict", "new_tokens", "reduce_dtype", "rules")
     return {
         "example_inputs": given,
         "overrides": dict(options.override),
-        **_requested(options, *names),
+        **_select_options(options, *names),
     }
 
 
-def _requested(options: Namespace, *names: str) -> dict[str, Any]:
+def _select_options(options: Namespace, *names: str) -> dict[str, Any]:
     """Give those of the keywords `names` that the command has."""
     return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 @contextmanager
-def _progress(what: str) -> Generator[None]:
+def _show_progress(what: str) -> Generator[None]:
     """A spinner on a terminal's stderr while the block runs; nothing in a pipe."""
     with Console(stderr=True).status(what):
         yield
@@ -324,11 +326,11 @@ def _write_json(target: str | None, content: str) -> None:
 
 
 _COMMANDS = {
-    "plan": _plan,
-    "dry-run": _dry_run,
-    "verify": _verify,
-    "rules": _rules,
-    "shard": _shard,
-    "merge": _merge,
-    "generate": _generate,
+    "plan": _run_plan,
+    "dry-run": _run_dry_run,
+    "verify": _run_verify,
+    "rules": _run_rules,
+    "shard": _run_shard,
+    "merge": _run_merge,
+    "generate": _run_generate,
 }

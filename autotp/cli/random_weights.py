@@ -14,7 +14,7 @@ from torch import nn
 
 from autotp.errors import PlanError, WeightsError
 
-__all__ = ["available_bytes", "materialize", "randomise"]
+__all__ = ["read_available_bytes", "materialize", "randomise"]
 
 _DEVIATION: Final = 0.1
 
@@ -27,10 +27,10 @@ def materialize(model: nn.Module, seed: int = 0, *, copies: int = 1) -> nn.Modul
     - Raises PlanError when `copies` times its bytes exceed the memory that is free, WeightsError
       when a buffer's values cannot be known.
     """
-    if not any(tensor.is_meta for tensor in _tensors(model)):
+    if not any(tensor.is_meta for tensor in _list_tensors(model)):
         return model
-    _refuse_what_does_not_fit(model, copies)
-    return randomise(_rebuilt(model), seed)
+    _check_memory(model, copies)
+    return randomise(_rebuild_on_cpu(model), seed)
 
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:
@@ -39,11 +39,11 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator) * _DEVIATION
-            parameter.copy_(noise + _constant(parameter))
+            parameter.copy_(noise + _find_constant(parameter))
     return model
 
 
-def available_bytes() -> int | None:
+def read_available_bytes() -> int | None:
     """The bytes of memory that are free, None where the system does not tell."""
     information = Path("/proc/meminfo")
     if information.is_file():
@@ -55,7 +55,7 @@ def available_bytes() -> int | None:
     return None
 
 
-def _constant(parameter: nn.Parameter) -> float:
+def _find_constant(parameter: nn.Parameter) -> float:
     """The one value that all of a parameter starts with, else 0."""
     if parameter.numel() == 0:
         return 0.0
@@ -63,7 +63,7 @@ def _constant(parameter: nn.Parameter) -> float:
     return float(first) if bool((parameter == first).all()) else 0.0
 
 
-def _rebuilt(model: nn.Module) -> nn.Module:
+def _rebuild_on_cpu(model: nn.Module) -> nn.Module:
     """A CPU copy: built again from its configuration, else with the usual constants."""
     build: Any = getattr(type(model), "_from_config", None)
     if build is not None:
@@ -74,10 +74,10 @@ def _rebuilt(model: nn.Module) -> nn.Module:
             f"buffer {lost[0]} of {type(model).__name__} has no values (it is on the meta device) "
             "and no configuration to build them from. Build the model on the CPU."
         )
-    return _with_usual_constants(model.to_empty(device="cpu"))
+    return _set_usual_constants(model.to_empty(device="cpu"))
 
 
-def _with_usual_constants(model: nn.Module) -> nn.Module:
+def _set_usual_constants(model: nn.Module) -> nn.Module:
     """`model`, its one-dimensional weights (scales of norms) at 1, all else at 0."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -85,9 +85,9 @@ def _with_usual_constants(model: nn.Module) -> nn.Module:
     return model
 
 
-def _refuse_what_does_not_fit(model: nn.Module, copies: int) -> None:
-    needed = copies * sum(t.nbytes for t in _tensors(model))
-    free = available_bytes()
+def _check_memory(model: nn.Module, copies: int) -> None:
+    needed = copies * sum(t.nbytes for t in _list_tensors(model))
+    free = read_available_bytes()
     if free is not None and needed > free:
         raise PlanError(
             f"{type(model).__name__}: random weights need {needed:,} bytes (copies: {copies}), "
@@ -95,6 +95,6 @@ def _refuse_what_does_not_fit(model: nn.Module, copies: int) -> None:
         )
 
 
-def _tensors(model: nn.Module) -> Iterable[torch.Tensor]:
+def _list_tensors(model: nn.Module) -> Iterable[torch.Tensor]:
     yield from model.parameters()
     yield from model.buffers()
