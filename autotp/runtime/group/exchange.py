@@ -12,10 +12,10 @@ from autotp import errors
 from autotp.algebra.split import Split
 from autotp.errors import AutotpError, GroupError
 from autotp.records.plan import ParameterRecord
-from autotp.run.communicator import Message, Processes
 from autotp.runtime.group.failures import waiting
 from autotp.runtime.group.process_group import Group, exists, process_group
 from autotp.runtime.ops.blocks import join
+from autotp.runtime.ops.communicator import Message, Processes
 
 __all__ = ["as_one", "gathered", "rows", "texts"]
 

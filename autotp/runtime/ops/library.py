@@ -32,8 +32,8 @@ from torch.autograd.function import FunctionCtx
 from autotp.algebra.placement import CONVERSION_OPS, Conversion
 from autotp.algebra.split import Peers, Split
 from autotp.dtypes import sum_dtype
-from autotp.run.communicator import Communicator, Processes
 from autotp.runtime.ops.blocks import rejoined, segments
+from autotp.runtime.ops.communicator import Communicator, Processes
 from autotp.runtime.ops.grouped_rows import local_index, own_bounds
 from autotp.runtime.ops.primitives import Cut, Wire, run_primitive
 

@@ -18,8 +18,8 @@ from autotp.algebra.placement import Collective, Primitive
 from autotp.algebra.split import Split
 from autotp.dtypes import sum_dtype
 from autotp.errors import PlanError
-from autotp.run.communicator import Communicator, Message
 from autotp.runtime.ops.blocks import first_copy, fitted_part, join, put, take
+from autotp.runtime.ops.communicator import Communicator, Message
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
 
 __all__ = ["LOCAL", "Cut", "Wire", "run_primitive"]

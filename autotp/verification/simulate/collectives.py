@@ -20,7 +20,7 @@ from torch import Tensor
 from autotp.algebra.placement import FUNCTIONAL, Collective
 from autotp.algebra.split import Peers
 from autotp.errors import VerifyError
-from autotp.run.communicator import Message
+from autotp.runtime.ops.communicator import Message
 from autotp.runtime.ops.library import OPS, Arguments
 
 __all__ = ["JOINT", "NAMESPACES", "Lockstep", "Tally", "run_jointly"]
@@ -79,9 +79,12 @@ class Lockstep:
                 return [row.clone() for row in _total(xs).chunk(self.size)]
 
     def _sums(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        peers = self.peers or (Peers(0, self.size, 1),) * self.size
-        totals = {them: _total([xs[rank] for rank in them.ranks]) for them in set(peers)}
-        return [totals[them].clone() for them in peers]
+        sums = list(xs)
+        for them in dict.fromkeys(self.peers or [Peers(0, self.size, 1)]):
+            total = _total([xs[rank] for rank in them.ranks])
+            for rank in them.ranks:
+                sums[rank] = total if rank == them.first else total.clone()
+        return sums
 
 
 def _total(xs: Sequence[Tensor]) -> Tensor:
