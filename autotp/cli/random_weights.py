@@ -1,7 +1,7 @@
-"""Random weights for a model that has none: every parameter matters, and nothing overflows.
+"""Random weights for a model without weights: every parameter matters, and nothing overflows.
 
-Whatever the model starts as a constant (norm scales at 1, biases at 0) varies around that constant;
-everything else is normal, both with standard deviation 0.1.
+Parameters that the model initialises to a constant (norm scales to 1, biases to 0) are normal around
+that constant, all others around 0, with standard deviation 0.1.
 """
 
 import os
@@ -20,12 +20,12 @@ _DEVIATION: Final = 0.1
 
 
 def materialize(model: nn.Module, seed: int = 0, *, copies: int = 1) -> nn.Module:
-    """A model like `model`, on the CPU, with random weights drawn from `seed`.
+    """Build a model like `model`, on the CPU, with random weights from `seed`.
 
-    Constraints:
-    - A model that has values already is returned as it is.
-    - Raises PlanError when `copies` times its bytes exceed the memory that is free, WeightsError
-      when a buffer's values cannot be known.
+    A model that has values is returned as it is.
+
+    Raises PlanError if `copies` times its bytes exceed the free memory, WeightsError if the values
+    of a buffer cannot be computed.
     """
     if not any(tensor.is_meta for tensor in _list_tensors(model)):
         return model
@@ -34,7 +34,7 @@ def materialize(model: nn.Module, seed: int = 0, *, copies: int = 1) -> nn.Modul
 
 
 def randomise(model: nn.Module, seed: int) -> nn.Module:
-    """`model`, each parameter drawn anew from `seed` in the order of their names."""
+    """Set each parameter of `model` to random values from `seed`, in order; return `model`."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -44,7 +44,7 @@ def randomise(model: nn.Module, seed: int) -> nn.Module:
 
 
 def read_available_bytes() -> int | None:
-    """The bytes of memory that are free, None where the system does not tell."""
+    """Read how many bytes of memory are free; None where the system does not say."""
     information = Path("/proc/meminfo")
     if information.is_file():
         lines = information.read_text().splitlines()
@@ -56,7 +56,7 @@ def read_available_bytes() -> int | None:
 
 
 def _find_constant(parameter: nn.Parameter) -> float:
-    """The one value that all of a parameter starts with, else 0."""
+    """Find the value that all elements of a parameter have; 0 if they differ."""
     if parameter.numel() == 0:
         return 0.0
     first = parameter.flatten()[0]
@@ -64,7 +64,7 @@ def _find_constant(parameter: nn.Parameter) -> float:
 
 
 def _rebuild_on_cpu(model: nn.Module) -> nn.Module:
-    """A CPU copy: built again from its configuration, else with the usual constants."""
+    """Build the model on the CPU: from its configuration, otherwise with the usual constants."""
     build: Any = getattr(type(model), "_from_config", None)
     if build is not None:
         return cast("nn.Module", build(model.config)).train(model.training)
@@ -72,13 +72,13 @@ def _rebuild_on_cpu(model: nn.Module) -> nn.Module:
     if lost:
         raise WeightsError(
             f"buffer {lost[0]} of {type(model).__name__} has no values (it is on the meta device) "
-            "and no configuration to build them from. Build the model on the CPU."
+            "and the model has no configuration to compute them from. Build the model on the CPU."
         )
     return _set_usual_constants(model.to_empty(device="cpu"))
 
 
 def _set_usual_constants(model: nn.Module) -> nn.Module:
-    """`model`, its one-dimensional weights (scales of norms) at 1, all else at 0."""
+    """Set one-dimensional weights (scales of norms) to 1 and all else to 0; return `model`."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0)
@@ -91,7 +91,7 @@ def _check_memory(model: nn.Module, copies: int) -> None:
     if free is not None and needed > free:
         raise PlanError(
             f"{type(model).__name__}: random weights need {needed:,} bytes (copies: {copies}), "
-            f"{free:,} are free. Take fewer layers, or a smaller dtype."
+            f"and {free:,} are free. Use fewer layers, or a smaller dtype."
         )
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint cut into a file a rank, and joined again: no group, one tensor in memory at a time.
+"""Split a checkpoint into one file per rank, and merge them: no group, one tensor in memory.
 
-Both go on where they were stopped: a file that is complete is known by its size and hash, one that
-was begun is gone on with after its last whole tensor.
+Both resume after an interruption: a complete file is recognised by its size and hash, and a partial
+file is continued after its last complete tensor.
 """
 
 import hashlib
@@ -52,7 +52,7 @@ from autotp.runtime.ops.blocks import join
 
 __all__ = ["merge_checkpoint", "shard_checkpoint"]
 
-_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+_OTHER_FILES: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 
 def shard_checkpoint(
@@ -66,11 +66,12 @@ def shard_checkpoint(
     dequantize: bool = False,
     **options: Unpack[Keywords],
 ) -> Plan:
-    """Writes a file a rank into `output`, which `from_pretrained` reads at the same tp; the plan.
+    """Write one file per rank into `output`, for `from_pretrained` at the same tp; return the plan.
 
-    Keywords are those of `from_pretrained`. Run again after an interruption, it goes on.
+    Takes the keywords of `from_pretrained`. After an interruption, the same call resumes.
 
-    Raises as `from_pretrained` does; WeightsError if `output` holds another conversion.
+    Raises as `from_pretrained` does, and PlanError or WeightsError if `output` has the files of
+    another conversion.
     """
     source, target = Path(directory), Path(output)
     _check_different(source, target)
@@ -96,8 +97,8 @@ def shard_checkpoint(
         files = _write_ranks(model, tensors, plan, target, job)
     keys = tuple(sorted(checkpoint.tensors))
     write_text(target / PLAN, plan.to_json())
-    copy_other_files(source, target, _BESIDE, {MANIFEST, PLAN, *_list_indexes(source)})
-    if quantiser is not None:  # what was written are plain weights
+    copy_other_files(source, target, _OTHER_FILES, {MANIFEST, PLAN, *_list_indexes(source)})
+    if quantiser is not None:  # the weights were written without their quantisation
         fields = drop_quantisation(read_config_fields(source))
         write_text(target / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
     name = dtype_name(_find_dtype(model))
@@ -113,10 +114,10 @@ def merge_checkpoint(
     max_shard_size: int | str = "50GB",
     trust_remote_code: bool = False,
 ) -> None:
-    """Joins what `shard_checkpoint` wrote into one checkpoint, as the model's save_pretrained would write it.
+    """Merge the files of `shard_checkpoint` into one checkpoint, as save_pretrained would write it.
 
-    Run again after an interruption, it goes on. Raises WeightsError for files that are not as they
-    were written.
+    After an interruption, the same call resumes. Raises WeightsError for files that were changed
+    since they were written.
     """
     source, target = Path(directory), Path(output)
     manifest = Manifest.read(source)
@@ -126,7 +127,7 @@ def merge_checkpoint(
     with ExitStack() as stack:
         ranks = [stack.enter_context(open_rank_file(source, plan.tp, r)) for r in range(plan.tp)]
         model = build_empty_model(
-            source, dtype=manifest.torch_dtype(), trust_remote_code=trust_remote_code
+            source, dtype=manifest.torch_dtype, trust_remote_code=trust_remote_code
         )
         untie_parameters(model, list(manifest.untied))
         check_followed_plan(plan, whole_of(model), plan.tp, training=plan.training)
@@ -140,7 +141,7 @@ def merge_checkpoint(
         _write_merged(
             model, plan, ranks, saved, target, _hash_lines([manifest.job, str(max_shard_size)])
         )
-    copy_other_files(source, target, _BESIDE, {MANIFEST, PLAN})
+    copy_other_files(source, target, _OTHER_FILES, {MANIFEST, PLAN})
     if saved.index:
         text = json.dumps(saved.index, indent=2, sort_keys=True) + "\n"
         write_text(target / saved.index_name, text)
@@ -150,21 +151,21 @@ def merge_checkpoint(
 def _check_different(source: Path, target: Path) -> None:
     if target.exists() and source.exists() and target.samefile(source):
         raise PlanError(
-            f"{target}: is the directory that is read. Choose another to write into: both hold a "
-            "config.json of their own."
+            f"{target}: is also the directory to read from, and both have a config.json of their "
+            "own. Choose another directory to write to."
         )
 
 
 def _write_ranks(
     model: nn.Module, tensors: dict[str, StoredTensor], plan: Plan, target: Path, job: str
 ) -> dict[str, tuple[int, str]]:
-    """Writes the ranks' files that are not there yet; size and hash of all."""
+    """Write the missing files of ranks; return the size and hash of all files by name."""
     progress = _load_progress(target, job)
     records, named = plan.parameters, dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(s.bytes for record in records.values() for s in record.shards)
     missing = [r for r in range(plan.tp) if not progress.has(target, name_rank_file(r, plan.tp))]
     check_space(target, total * len(missing) // plan.tp - _count_begun_bytes(target))
-    with show_progress("cutting weights", total) as bar:
+    with show_progress("splitting weights", total) as bar:
         for rank in range(plan.tp):
             entries = list_entries(model, plan, rank, tensors)
 
@@ -193,30 +194,30 @@ def _write_merged(
     job: str,
 ) -> None:
     progress = _load_progress(target, job)
-    buffers, held = dict(model.named_buffers()), dict[str, Tensor]()
-    done = saved.last_uses()
-    check_space(target, saved.size() - _count_begun_bytes(target))
+    buffers, full = dict(model.named_buffers()), dict[str, Tensor]()
+    done = saved.find_last_uses()
+    check_space(target, saved.bytes - _count_begun_bytes(target))
     names = {alias: r.name for r in plan.parameters.values() for alias in (r.name, *r.tied)}
-    with show_progress("joining weights", saved.size()) as bar:
+    with show_progress("merging weights", saved.bytes) as bar:
 
         def make(entry: Entry) -> Tensor:
-            for name in saved.needed(entry.name):
-                if name not in held:
+            for name in saved.list_needed(entry.name):
+                if name not in full:
                     own = names.get(name, name)
-                    held[name] = (
+                    full[name] = (
                         buffers[name] if name in buffers else _gather_parameter(own, plan, ranks)
                     )
-            made = saved.made(entry.name, held)
+            tensor = saved.build_tensor(entry.name, full)
             for name in done.get(entry.name, ()):
-                held.pop(name, None)
+                full.pop(name, None)
             bar.advance(bar.task_ids[0], entry.stop - entry.start)
-            return made
+            return tensor
 
         for name, entries in saved.files.items():
             if not progress.has(target, name):
                 writer = SafetensorsWriter(target / name, entries, resume=True)
                 progress.note(name, *write_tensors(writer, make))
-            held.clear()
+            full.clear()
 
 
 def _gather_parameter(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
@@ -230,19 +231,19 @@ def _gather_parameter(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
 
 
 def _load_progress(target: Path, job: str) -> ConversionProgress:
-    """What is done of a job; files that belong to no job are left alone, and refused."""
+    """Read the progress of a job; PlanError for a directory with files that are not of this job."""
     progress = ConversionProgress.of(target, job)
     if (target / MANIFEST).is_file():
-        whole = Manifest.read(target)
-        if whole.job != job:
+        manifest = Manifest.read(target)
+        if manifest.job != job:
             raise PlanError(
-                f"{target}: holds {len(whole.files)} files for tp {whole.tp} of another "
+                f"{target}: has {len(manifest.files)} files for tp {manifest.tp} of another "
                 "conversion, or of a checkpoint that was changed since. Choose another directory."
             )
-        progress.files.update(whole.files)
+        progress.files.update(manifest.files)
     elif not progress.path.is_file() and any(target.glob("*.safetensors")):
         raise PlanError(
-            f"{target}: holds {len(list(target.glob('*.safetensors')))} files of weights that are "
+            f"{target}: has {len(list(target.glob('*.safetensors')))} files of weights that are "
             "not of this conversion. Choose another directory."
         )
     progress.save()
@@ -250,7 +251,7 @@ def _load_progress(target: Path, job: str) -> ConversionProgress:
 
 
 def _count_begun_bytes(target: Path) -> int:
-    """The bytes of files that were begun."""
+    """Count the bytes of partial files."""
     return sum(path.stat().st_size for path in target.glob("*.safetensors*.part"))
 
 
@@ -263,9 +264,9 @@ def _list_indexes(source: Path) -> set[str]:
 
 
 def _describe_file(path: Path) -> str:
-    """A file as it is now, without reading it."""
-    found = path.stat()
-    return f"{path.name} {found.st_size} {found.st_mtime_ns}"
+    """Describe the state of a file without reading it."""
+    state = path.stat()
+    return f"{path.name} {state.st_size} {state.st_mtime_ns}"
 
 
 def _hash_lines(lines: Iterable[str]) -> str:
