@@ -35,6 +35,7 @@ def test_a_model_without_values_is_planned_and_shaped_but_not_verified() -> None
         autotp.verify(model, 3, example_inputs=inputs)
 
 
+@pytest.mark.slow
 def test_a_model_in_training_mode_is_planned_for_training_and_right() -> None:
     model, inputs = build("llama", **ONE)
     evidence = autotp.verify(model.train(), 3, example_inputs=inputs)
@@ -43,6 +44,7 @@ def test_a_model_in_training_mode_is_planned_for_training_and_right() -> None:
     assert set(dict(model.named_parameters())) == set(evidence.gradients)
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_is_told_to_be_compared_in_eval_mode() -> None:
     model, inputs = build("bert", **ONE)
     drawing = autotp.verify(model.train(), 2, example_inputs=inputs, gradients=False)

@@ -13,6 +13,8 @@ from autotp.errors import CaptureError, PlanError
 from tests.models import LLAMA, SPECIAL_WORDS, build, randomize
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 NEW = 8
 ONE = {"num_hidden_layers": 1}

@@ -16,6 +16,8 @@ from tests.spmd.beside import TOLERANCE
 from tests.spmd.pool import Pool
 from tests.spmd.test_generate import NEW, ONE, padded, prompt, whole
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 PLAIN = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
 STATIC = {"cache_implementation": "static"}

@@ -28,6 +28,8 @@ from tests.spmd.beside import (
 )
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 # the first prices the plan; the others are unlike it and unlike what was traced
