@@ -180,6 +180,7 @@ def test_a_rank_reads_what_it_holds_and_no_more(
     assert size * 0.9 < read < size * 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("archive", [True, False])
 def test_a_pickled_checkpoint_is_read_without_running_it(archive: bool, tmp_path: Path) -> None:
     """Also in the form that torch.save had before its files were archives."""
@@ -197,6 +198,7 @@ def test_a_pickled_checkpoint_is_read_without_running_it(archive: bool, tmp_path
         alone(tmp_path)
 
 
+@pytest.mark.slow
 def test_tied_weights_that_differ_on_disk_are_not_tied(tmp_path: Path) -> None:
     """As in Transformers, what is stored counts more than what the configuration says."""
     saved("tied", tmp_path)
@@ -210,6 +212,7 @@ def test_tied_weights_that_differ_on_disk_are_not_tied(tmp_path: Path) -> None:
     assert found.lm_head.weight is not found.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_tie_is_known_by_either_name(tmp_path: Path) -> None:
     saved("tied", tmp_path)
     name = "model.embed_tokens.weight"
@@ -219,6 +222,7 @@ def test_a_tie_is_known_by_either_name(tmp_path: Path) -> None:
     assert torch.equal(whole(input_ids=IDS).logits, alone(tmp_path)(input_ids=IDS).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, "float16"])
 def test_the_dtype_is_the_one_asked_for(dtype: Any, llama: Path) -> None:
     found = alone(llama, dtype=dtype)
@@ -230,6 +234,7 @@ def test_the_dtype_is_the_one_asked_for(dtype: Any, llama: Path) -> None:
     assert found.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_extra_tensors_can_be_left_unread(tmp_path: Path) -> None:
     whole: Any = saved("llama", tmp_path)
     FAULTS["extra"][0](tmp_path)
@@ -251,6 +256,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], said: str, llama: Pa
         alone(llama, **options)
 
 
+@pytest.mark.slow
 def test_code_of_others_is_run_only_when_trusted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "nobodys", "architectures": ["Nobodys"]})
@@ -320,6 +326,7 @@ def test_a_parameter_of_whole_numbers_stays_one() -> None:
 # ── cut and joined offline ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_cut_and_joined_it_is_the_same(tmp_path: Path) -> None:
     source, parts, whole = (tmp_path / name for name in ("source", "parts", "whole"))
     saved("mixtral", source)
@@ -366,6 +373,7 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], 
     monkeypatch.setattr(SafetensorsWriter, "write", write)
 
 
+@pytest.mark.slow
 def test_a_conversion_goes_on_where_it_was_stopped(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

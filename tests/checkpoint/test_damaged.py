@@ -75,6 +75,7 @@ def pickled(directory: Path, tensors: object, **options: Any) -> None:
     torch.save(tensors, directory / "pytorch_model.bin", **options)
 
 
+@pytest.mark.slow
 def test_a_pickled_file_of_the_old_format_is_read(tmp_path: Path) -> None:
     """It cannot be mapped, and its tensors may be parameters."""
     whole = saved("llama", tmp_path)
@@ -205,6 +206,7 @@ def _noted(**fields: object) -> Callable[[Path], object]:
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -246,6 +248,7 @@ def test_a_note_of_progress_that_is_damaged_is_to_be_removed(cut: Path, tmp_path
     assert (begun / "shards.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="was cut in float32, and dtype is 'bfloat16'"):
         autotp.from_pretrained(cut, 3, rank=0, dtype="bfloat16")

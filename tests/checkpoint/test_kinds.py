@@ -169,6 +169,7 @@ class OwnModel(PreTrainedModel):
 """
 
 
+@pytest.mark.slow
 def test_a_class_of_the_directorys_own_is_read_when_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_codes_become_what_they_stand_for(kind: str, block: Block, tmp_path: Pat
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_codes_and_scales_are_cut_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank holds its slices of the plain weights, and reads its own codes alone."""
     saved("phi3", codes := tmp_path / "codes")
@@ -142,6 +143,7 @@ def test_codes_of_four_bits_are_made_plain_whole(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_what_was_quantised_is_saved_plainly(tmp_path: Path) -> None:
     codes, plain, again = (tmp_path / name for name in ("codes", "plain", "again"))
     saved("mixtral", codes)
@@ -154,6 +156,7 @@ def test_what_was_quantised_is_saved_plainly(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((again / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_cut_offline_it_is_plain(tmp_path: Path) -> None:
     codes, plain, parts, whole = (tmp_path / n for n in ("codes", "plain", "parts", "whole"))
     saved("mixtral", codes)
@@ -167,6 +170,7 @@ def test_cut_offline_it_is_plain(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((whole / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_model_of_several_is_quantised_in_one_of_its_parts(tmp_path: Path) -> None:
     """The configuration of the quantisation is the language model's alone."""
     made: Any = llava()[0]

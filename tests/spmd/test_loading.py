@@ -17,6 +17,8 @@ from autotp.errors import AutotpError
 from tests.checkpoints import FAULTS, IDS, saved
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 

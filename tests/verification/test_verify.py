@@ -269,6 +269,7 @@ def test_what_shrinks_with_the_roundings_is_rounding() -> None:
     assert "decided in float64" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_among_exploding_gradients_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three roundings of float32, on one rank, in one weight."""
     model, inputs = exploding()
