@@ -104,7 +104,7 @@ def _unfold_conversion(node: fx.Node) -> None:
 
 
 def _unfold_factory(node: fx.Node) -> None:
-    """`new_zeros(x, size)` becomes `zeros(size)` of a dtype and a device: nothing of `x` is read."""
+    """`new_zeros(x, size)` becomes `zeros(size)` with a dtype and a device: `x` is not read."""
     result = node.meta["val"]
     node.target, node.args = FACTORIES[node.target], node.args[1:]
     node.kwargs = {**node.kwargs, "dtype": result.dtype, "device": result.device}
