@@ -21,8 +21,8 @@ from autotp.checkpoint.empty_model import fill_buffers
 from autotp.checkpoint.recipe import Recipes
 from autotp.checkpoint.safetensors_format import DTYPES, header_of, laid_out
 from autotp.checkpoint.stored_tensor import fill, lengths, whole_box
-from autotp.cli.main import main as cli
-from autotp.cli.main import shard_merge as offline
+from autotp.cli import main as cli
+from autotp.cli import shard_merge as offline
 from autotp.errors import PlanError, WeightsError
 from tests.checkpoints import FAULTS, IDS, edited, model, saved
 

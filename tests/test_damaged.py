@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import autotp
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.empty_model import fill_buffers
-from autotp.cli.main import shard_merge as offline
+from autotp.cli import shard_merge as offline
 from autotp.errors import AutotpError, PlanError, WeightsError
 from tests.checkpoints import IDS, saved
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from autotp.cli.main import main as cli
+from autotp.cli import main as cli
 from autotp.compiler import Made, Work
 from autotp.cost import conversions as price
 from autotp.oprules import rulebook

@@ -63,13 +63,13 @@ def _answer(site: Path, code: str) -> str:
 
 
 def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
-    code = "from autotp.oprules import rulebook; print(rulebook.root(), len(rulebook.load().rows) > 40)"
+    code = "from autotp import rulebook; print(rulebook.root(), len(rulebook.load().rows) > 40)"
 
     assert f"{installed}/autotp/rules True" == _answer(installed, code)
 
 
 def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
-    code = "from autotp.oprules import rulebook; from autotp.cost.machine import machine_names; "
+    code = "from autotp import rulebook; from autotp.cost.machine import machine_names; "
     code += "print(*machine_names(rulebook.root()))"
 
     assert "gloo h100" == _answer(installed, code)

@@ -17,7 +17,7 @@ from autotp.algebra.split import Split
 from autotp.checkpoint.empty_model import hollow
 from autotp.checkpoint.quantized import quantiser_of
 from autotp.checkpoint.read_shards import read_local
-from autotp.cli.main import shard_merge as offline
+from autotp.cli import shard_merge as offline
 from autotp.errors import WeightsError
 from autotp.loading import opened, prepared
 from tests.checkpoints import model, saved

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autotp.cli.main import main as cli
+from autotp.cli import main as cli
 from autotp.errors import RuleError
 from autotp.oprules.rulebook import load
 from autotp.verification.rules.cases import call, real, words

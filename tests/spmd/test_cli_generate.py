@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autotp.cli.main import main as cli
+from autotp.cli import main as cli
 from tests.models import build
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import autotp
 from autotp.checkpoint.atomic_write import draft
-from autotp.cli.main import shard_merge as offline
+from autotp.cli import shard_merge as offline
 from autotp.errors import AutotpError
 from tests.checkpoints import FAULTS, IDS, saved
 from tests.spmd.pool import Pool
