@@ -1,4 +1,4 @@
-"""Files that appear when they are complete: written under another name, then renamed."""
+"""Files that appear only when they are complete: written under another name, then renamed."""
 
 import fcntl
 import hashlib
@@ -33,8 +33,8 @@ _DRAFT: Final = ".saving-"
 class SafetensorsWriter:
     """A safetensors file that is written tensor by tensor, in the order of its `entries`.
 
-    Constraints: it has another name until `finish`; a file begun before is gone on with, from its
-    last whole tensor, if `resume` and its header is the same.
+    It has another name until `finish`. With `resume`, a partial file with the same header is
+    continued after its last complete tensor.
     """
 
     def __init__(self, path: Path, entries: Sequence[Entry], *, resume: bool = False) -> None:
@@ -46,12 +46,12 @@ class SafetensorsWriter:
         with report_write_errors(self._part):
             self._file: BinaryIO = self._part.open("r+b" if self._can_resume(resume) else "w+b")
             if self._file.seek(0, os.SEEK_END):
-                self._go_on()
+                self._resume()
             else:
                 self._put(self._header)
 
     def write(self, tensor: Tensor) -> None:
-        """Writes the next tensor, which must be of the next entry's shape and dtype."""
+        """Write the next tensor, which must have the shape and dtype of the next entry."""
         entry = self.entries[self.done]
         assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
         with report_write_errors(self.path, f"tensor {entry.name}"):
@@ -62,7 +62,7 @@ class SafetensorsWriter:
         self.done += 1
 
     def finish(self) -> tuple[int, str]:
-        """Gives the file its name; its size and SHA-256."""
+        """Rename the complete file; return its size and SHA-256."""
         assert self.done == len(self.entries), f"{self.done} of {len(self.entries)} tensors"
         with report_write_errors(self.path):
             size = self._file.tell()
@@ -73,7 +73,7 @@ class SafetensorsWriter:
         return size, self._hash.hexdigest()
 
     def close(self) -> None:
-        """Closes the file; what was written stays under its other name."""
+        """Close the file; a partial one stays under its other name."""
         self._file.close()
 
     def _can_resume(self, resume: bool) -> bool:
@@ -82,12 +82,12 @@ class SafetensorsWriter:
         with self._part.open("rb") as file:
             return file.read(len(self._header)) == self._header
 
-    def _go_on(self) -> None:
-        """Finds the last whole tensor of what is there, and takes it into the hash."""
+    def _resume(self) -> None:
+        """Truncate the file after its last complete tensor, and hash its content."""
         begin, size = len(self._header), self._file.tell()
-        whole = [entry for entry in self.entries if begin + entry.stop <= size]
-        stop = begin + max((entry.stop for entry in whole), default=0)
-        self.done = len(whole)
+        complete = [entry for entry in self.entries if begin + entry.stop <= size]
+        stop = begin + max((entry.stop for entry in complete), default=0)
+        self.done = len(complete)
         self._file.truncate(stop)
         self._file.seek(0)
         left = stop
@@ -103,25 +103,26 @@ class SafetensorsWriter:
 
 @contextmanager
 def report_write_errors(path: Path, what: str = "") -> Generator[None]:
-    """Errors of the system in the block become one WeightsError, which names file and tensor."""
+    """Turn an OSError of the block into a WeightsError, which names the file and the tensor."""
     try:
         yield
     except OSError as error:
-        told = f" of {what}" if what else ""
+        where = f" at {what}" if what else ""
         free = shutil.disk_usage(_find_existing(path)).free
         raise WeightsError(
-            f"{path}: cannot be written{told}: {error.strerror or error} ({_format_megabytes(free)} are "
-            "free there). Free space or choose another directory; nothing was left under this name."
+            f"{path}: cannot be written{where}: {error.strerror or error} "
+            f"({_format_megabytes(free)} are free there). Free space, or choose another directory; "
+            "there is no file of this name."
         ) from error
 
 
 @contextmanager
 def open_draft(directory: Path) -> Generator[Path]:
-    """A directory inside of `directory` to write into; it is gone at the end of the block.
+    """Make a directory inside `directory` to write into; it is removed at the end of the block.
 
-    So are those that killed processes left there, which hold no lock any more.
+    Those of killed processes, which are no longer locked, are removed too.
     """
-    made = not directory.exists()
+    is_new = not directory.exists()
     with report_write_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         for left in directory.glob(f"{_DRAFT}*"):
@@ -136,18 +137,18 @@ def open_draft(directory: Path) -> Generator[Path]:
         shutil.rmtree(inner, ignore_errors=True)
         if lock is not None:
             os.close(lock)
-        if made and not any(directory.iterdir()):  # nothing was published
+        if is_new and not any(directory.iterdir()):  # nothing was published
             directory.rmdir()
 
 
 def publish_files(inner: Path, last: str = "") -> None:
-    """Moves the files of a draft to where they belong, the one called `last` after the others."""
+    """Move the files of a draft to their final place, the one called `last` after the others."""
     files = sorted(inner.iterdir(), key=lambda path: (path.name == last, path.name))
     for name in (file.name for file in files):
         if (inner.parent / name).is_dir():
             raise WeightsError(
-                f"{inner.parent / name}: is a directory, and a file of that name is to be written. "
-                f"Remove it, or choose another directory: 0 of {len(files)} files were written."
+                f"{inner.parent / name}: is a directory, but a file must be written there. Remove "
+                f"it, or choose another directory; none of the {len(files)} files was written."
             )
     for file in files:
         with report_write_errors(inner.parent / file.name):
@@ -155,18 +156,19 @@ def publish_files(inner: Path, last: str = "") -> None:
 
 
 def check_space(directory: Path, needed: int) -> None:
-    """Refuses to begin what will not fit."""
+    """Raise WeightsError unless `needed` bytes are free."""
     free = shutil.disk_usage(_find_existing(directory)).free
     if free < needed:
         raise WeightsError(
-            f"{directory}: {_format_megabytes(needed)} are to be written, {_format_megabytes(free)} are free. "
-            "Free space or choose another directory; nothing was written."
+            f"{directory}: {_format_megabytes(needed)} must be written, and "
+            f"{_format_megabytes(free)} are free. Free space, or choose another directory; nothing "
+            "was written."
         )
 
 
 def _lock_directory(directory: Path) -> int | None:
-    """A lock on a directory, let go of when it is closed or the process ends; None if another has
-    it.
+    """Lock a directory until the returned file is closed or the process ends; None if it is locked
+    already.
     """
     try:
         opened = os.open(directory, os.O_RDONLY)
@@ -174,18 +176,18 @@ def _lock_directory(directory: Path) -> int | None:
         return None
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held by another, or no such thing on this file system
+    except OSError:  # locked by another process, or this file system has no locks
         os.close(opened)
         return None
     return opened
 
 
 def _find_existing(path: Path) -> Path:
-    """The part of a path that is there."""
-    for part in (absolute := path.absolute(), *absolute.parents):
-        with suppress(OSError):  # a name that is too long, say
-            if part.exists():
-                return part
+    """Find the closest existing parent of a path, or the path itself."""
+    for candidate in (absolute := path.absolute(), *absolute.parents):
+        with suppress(OSError):  # such as a name that is too long
+            if candidate.exists():
+                return candidate
     return absolute
 
 

@@ -222,12 +222,12 @@ def _write_merged(
 
 def _gather_parameter(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
     record = plan.parameters[name]
-    parts: list[Tensor] = []
+    shards: list[Tensor] = []
     for own in ranks if record.dim is not None else ranks[:1]:
         stored = own.tensors[name]
-        parts.append(torch.empty(stored.shape, dtype=stored.dtype))
-        read_shard(parts[-1], stored, None, 0)
-    return parts[0] if record.dim is None else join(parts, record.dim, Split.decode(record.split))
+        shards.append(torch.empty(stored.shape, dtype=stored.dtype))
+        read_shard(shards[-1], stored, None, 0)
+    return shards[0] if record.dim is None else join(shards, record.dim, Split.decode(record.split))
 
 
 def _load_progress(target: Path, job: str) -> ConversionProgress:
