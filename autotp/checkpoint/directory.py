@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def read_json(path: Path, advice: str) -> Any:
-    """The JSON of a file; WeightsError, with `advice` on what to do, where it cannot be read."""
+    """Read a JSON file; WeightsError, with `advice` on what to do, where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -108,11 +108,11 @@ def _choose_file(directory: Path, named: str | None) -> Path:
 
 
 def _list_indexed_files(index: Path) -> list[Path]:
-    """The files that an index names, each of which must be there."""
-    found = read_json(index, "Restore the checkpoint's own index.")
-    where: object = found.get("weight_map") if isinstance(found, dict) else None
+    """List the files that an index names, each of which must exist."""
+    content = read_json(index, _RESTORE)
+    where: object = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not where:
-        raise WeightsError(f"{index}: has no weight_map. Restore the checkpoint's own index.")
+        raise WeightsError(f"{index}: has no weight_map. {_RESTORE}")
     mapped = cast("dict[str, str]", where)
     for tensor, name in cast("dict[str, object]", where).items():
         if not isinstance(name, str):
@@ -134,8 +134,8 @@ def _list_indexed_files(index: Path) -> list[Path]:
 
 
 def _check_index(index: Path, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuses an index that tells of tensors that no file has."""
-    where: dict[str, str] = read_json(index, "Restore the checkpoint's own index.")["weight_map"]
+    """Raise WeightsError for an index that names tensors that no file has."""
+    where: dict[str, str] = read_json(index, _RESTORE)["weight_map"]
     for name, file in where.items():
         if name not in tensors:
             raise WeightsError(

@@ -1,4 +1,4 @@
-"""A rank's slices, from disk straight into its parameters."""
+"""Read a rank's slices from disk directly into its parameters."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -35,9 +35,9 @@ __all__ = [
 
 
 def allocate_shards(model: nn.Module, plan: Plan, where: Group) -> dict[str, Tensor]:
-    """A tensor for what a rank holds of each parameter of `model`, by first names.
+    """Allocate a rank's shard of each parameter of `model`, by first names.
 
-    All are made before anything is read: what is freed in between would leave holes among them.
+    All are allocated before anything is read: memory freed in between would be fragmented.
     """
     return {
         name: torch.empty(
@@ -56,9 +56,9 @@ def read_shards(
     *,
     local: bool = False,
 ) -> None:
-    """Reads what a rank holds of each parameter from `tensors` into the parameters of `sharded`.
+    """Read a rank's shard of each parameter from `tensors` into the parameters of `sharded`.
 
-    - `local`: the tensors on disk are the rank's parts already.
+    - `local`: the tensors on disk are the rank's shards already.
     """
     records = sharded.sharded_state.plan.parameters
     total = sum(record.shards[where.rank].bytes for record in records.values())
@@ -73,7 +73,7 @@ def read_shards(
 def read_shard(
     out: Tensor, stored: StoredTensor, record: ParameterRecord | None, rank: int
 ) -> None:
-    """Fills `out` with what `rank` holds of a tensor; all of it where `record` is None."""
+    """Read the shard that `rank` has of a tensor into `out`; all of it if `record` is None."""
     if record is None or record.dim is None:
         fill_tensor(out, stored, make_full_box(stored.shape))
     else:
@@ -87,7 +87,7 @@ def read_shard(
 
 
 def read_buffers(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """The buffers of `model` that are on disk, whole."""
+    """Read the buffers of `model` that are on disk."""
     found: dict[str, Tensor] = {}
     for name, buffer in model.named_buffers():
         if stored := tensors.get(name):
@@ -97,21 +97,21 @@ def read_buffers(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[
 
 
 def untie_differing(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """The parameters that were tied and are no more: the checkpoint has other values for them.
+    """Untie tied parameters for which the checkpoint has different values; return their names.
 
-    As in Transformers, what a checkpoint has counts more than what its configuration says.
+    As in Transformers, the checkpoint takes precedence over its configuration.
     """
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", {}))
-    parted: list[str] = []
+    differing: list[str] = []
     for name, source in ties.items():
         if name in tensors and source in tensors and not _are_equal(tensors[name], tensors[source]):
-            parted.append(name)
-    untie_parameters(model, parted)
-    return parted
+            differing.append(name)
+    untie_parameters(model, differing)
+    return differing
 
 
 def untie_parameters(model: nn.Module, names: list[str]) -> None:
-    """Gives the tied parameters of these names tensors of their own."""
+    """Give the tied parameters of these names their own tensors."""
     for name in names:
         path, _, key = name.rpartition(".")
         module, old = model.get_submodule(path), model.get_parameter(name)
@@ -122,12 +122,12 @@ def untie_parameters(model: nn.Module, names: list[str]) -> None:
 
 @contextmanager
 def show_progress(what: str, total: int, where: Group | None = None) -> Generator[Progress]:
-    """A bar of bytes on the standard error of rank 0, gone when the block ends."""
+    """Show a progress bar in bytes on the stderr of rank 0 until the block ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
-    seen = console.is_terminal and (where is None or where.rank == 0 or not exists(where.name))
+    visible = console.is_terminal and (where is None or where.rank == 0 or not exists(where.name))
     bar = Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not seen
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not visible
     )
     with bar:
         bar.add_task(what, total=total)
@@ -139,8 +139,8 @@ def _find_stored(tensors: Mapping[str, StoredTensor], names: tuple[str, ...]) ->
         if name in tensors:
             return tensors[name]
     raise WeightsError(
-        f"{names[0]}: is in none of the checkpoint's {len(tensors)} tensors, and Transformers "
-        "would draw it at random. Save the checkpoint with it."
+        f"{names[0]}: is not among the {len(tensors)} tensors of the checkpoint, and Transformers "
+        "would initialise it at random. Save the checkpoint with it."
     )
 
 

@@ -1,7 +1,7 @@
 """Random weights for a model without weights: every parameter matters, and nothing overflows.
 
-Parameters that the model initialises to a constant (norm scales to 1, biases to 0) are normal around
-that constant, all others around 0, with standard deviation 0.1.
+Parameters that the model initialises to a constant (norm scales to 1, biases to 0) are normal
+around that constant, all others around 0, with standard deviation 0.1.
 """
 
 import os

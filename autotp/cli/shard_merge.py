@@ -163,7 +163,9 @@ def _write_ranks(
     progress = _load_progress(target, job)
     records, named = plan.parameters, dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(s.bytes for record in records.values() for s in record.shards)
-    missing = [r for r in range(plan.tp) if not progress.has(target, name_rank_file(r, plan.tp))]
+    missing = [
+        r for r in range(plan.tp) if not progress.has_file(target, name_rank_file(r, plan.tp))
+    ]
     check_space(target, total * len(missing) // plan.tp - _count_begun_bytes(target))
     with show_progress("splitting weights", total) as bar:
         for rank in range(plan.tp):
@@ -179,7 +181,7 @@ def _write_ranks(
 
             if rank in missing:
                 path = target / name_rank_file(rank, plan.tp)
-                progress.note(
+                progress.add_file(
                     path.name, *write_tensors(SafetensorsWriter(path, entries, resume=True), make)
                 )
     return progress.files
@@ -214,9 +216,9 @@ def _write_merged(
             return tensor
 
         for name, entries in saved.files.items():
-            if not progress.has(target, name):
+            if not progress.has_file(target, name):
                 writer = SafetensorsWriter(target / name, entries, resume=True)
-                progress.note(name, *write_tensors(writer, make))
+                progress.add_file(name, *write_tensors(writer, make))
             full.clear()
 
 
