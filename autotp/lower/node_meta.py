@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["Kept"]
+__all__ = ["MetaPool"]
 
 
 @dataclass(slots=True)
-class Kept:
+class MetaPool:
     """The values kept so far: what a value says to the value.
 
     Example: `kept.of(node)` has the very `val` that an earlier node of the same shape has.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["with_shared_heads"]
+__all__ = ["share_heads"]
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -19,7 +19,7 @@ _SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _WIDEST = 256  # the largest head that the kernels without a mask take
 
 
-def with_shared_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
+def share_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """A copy of `graph` whose attentions share heads where they can; else `graph` itself.
 
     Constraints:

@@ -15,7 +15,7 @@ from torch import fx
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.size import Size
-from autotp.capture.graph_facts import Value, results_of, source_of, whereabouts
+from autotp.capture.graph_facts import Value, describe_node, find_source, list_results
 from autotp.capture.sizes import Sizes
 from autotp.oprules.rule import Factor, Operand, Slot
 from autotp.oprules.rulebook import Rulebook
@@ -37,7 +37,7 @@ def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str
     yield from _flag_faults(analysis)
     reader = _RuleReader(analysis)
     for use in analysis.uses.values():
-        yield from (f"{whereabouts(use.node)}: {reason}" for reason in reader.faults(use))
+        yield from (f"{describe_node(use.node)}: {reason}" for reason in reader.faults(use))
     yield from _unruled_faults(analysis)
 
 
@@ -73,13 +73,13 @@ def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
     for number, node in enumerate(analysis.program.graph.nodes):
         order[node] = number
         row = rulebook.rows.get(str(node.target))
-        if node.op != "call_function" or source_of(node)[0] is not node or node in analysis.uses:
+        if node.op != "call_function" or find_source(node)[0] is not node or node in analysis.uses:
             continue
-        read = [n for n in node.all_input_nodes if source_of(n) in analysis.dims]
+        read = [n for n in node.all_input_nodes if find_source(n) in analysis.dims]
         free = not read or (row is not None and row.derive == "constant")
         if not free and str(node.target) != "aten.sym_size.int":
             yield (
-                f"{whereabouts(node)}: reads {read[0].name}, which depends on a parameter, but was "
+                f"{describe_node(node)}: reads {read[0].name}, which depends on a parameter, but was "
                 "not analysed"
             )
     places = [order.get(node, -1) for node in analysis.uses]
@@ -93,14 +93,14 @@ def _dim_faults(analysis: Analysis) -> Iterator[str]:
     if analysis.dims.keys() != analysis.metas.keys():
         yield f"{len(analysis.dims)} values have dims, {len(analysis.metas)} have metas"
     for (node, number), dims in analysis.dims.items():
-        meta = results_of(node).get(number)
+        meta = list_results(node).get(number)
         if meta is None:
-            yield f"{whereabouts(node)}: has no result {number}, but dims for it"
+            yield f"{describe_node(node)}: has no result {number}, but dims for it"
             continue
         found, wanted = tuple(forest.size(d) for d in dims), sizes.of(meta)
         if found != wanted:
             yield (
-                f"{whereabouts(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
+                f"{describe_node(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
                 f"have sizes {_listed(found)}: {', '.join(forest.text(d) for d in dims)}"
             )
 
@@ -109,15 +109,15 @@ def _flag_faults(analysis: Analysis) -> Iterator[str]:
     """Weights and differentiable values have dims; gradients are of floating-point values."""
     for name, node in analysis.parameters.items():
         if (node, 0) not in analysis.weights or str(node.target) != name:
-            yield f"parameter {name} is read by {whereabouts(node)}, which is not its weight"
+            yield f"parameter {name} is read by {describe_node(node)}, which is not its weight"
     for kind in ("weights", "differentiable"):
         flagged: set[Value] = getattr(analysis, kind)
         for node, number in flagged - analysis.dims.keys():
-            yield f"{whereabouts(node)}: result {number} is among {kind}, but has no dims"
+            yield f"{describe_node(node)}: result {number} is among {kind}, but has no dims"
     for value in analysis.differentiable & analysis.metas.keys():
         dtype = analysis.metas[value].dtype
         if not dtype.is_floating_point and not dtype.is_complex:
-            yield f"{whereabouts(value[0])}: takes a gradient, but is of {dtype}"
+            yield f"{describe_node(value[0])}: takes a gradient, but is of {dtype}"
 
 
 @dataclass(slots=True)
@@ -147,9 +147,9 @@ class _RuleReader:
         if not isinstance(found, fx.Node):
             yield f"is argument {operand.argument} of the node, which is {found!r}, not a tensor"
             return
-        dims = analysis.dims.get(source_of(found))
+        dims = analysis.dims.get(find_source(found))
         if dims is not None:
-            if source_of(found) != operand.value or dims != operand.dims:
+            if find_source(found) != operand.value or dims != operand.dims:
                 yield f"is {found.name}, but the rule was found for {operand.value[0].name}"
             return
         sizes = tuple(analysis.forest.size(d) for d in operand.dims)
@@ -158,7 +158,7 @@ class _RuleReader:
             yield f"({found.name}) has sizes {_listed(wanted)}, but its dims have {_listed(sizes)}"
 
     def _results(self, use: Use) -> Iterator[str]:
-        made, given = results_of(use.node), use.rule.results
+        made, given = list_results(use.node), use.rule.results
         if len(given) != max(made, default=-1) + 1:
             yield f"its rule gives {len(given)} results, the node makes {len(made)}"
             return
@@ -225,17 +225,17 @@ def _unruled_faults(analysis: Analysis) -> Iterator[str]:
     """A node with results is unruled exactly where it has no rule, found or written."""
     unruled = set(analysis.unruled)
     for node, use in analysis.uses.items():
-        if (node in unruled) != (not use.rule.ruled and bool(results_of(node))):
+        if (node in unruled) != (not use.rule.ruled and bool(list_results(node))):
             yield (
-                f"{whereabouts(node)}: listed as unruled is {node in unruled}, but its rule says "
+                f"{describe_node(node)}: listed as unruled is {node in unruled}, but its rule says "
                 f"ruled={use.rule.ruled}"
             )
     for node in unruled - analysis.uses.keys():
-        yield f"{whereabouts(node)}: is listed as unruled, but was not analysed"
+        yield f"{describe_node(node)}: is listed as unruled, but was not analysed"
     for node, found in analysis.discovered.items():
         if found.op != str(node.target) or (found.row is None) != (node in unruled):
             yield (
-                f"{whereabouts(node)}: running {found.op} found "
+                f"{describe_node(node)}: running {found.op} found "
                 f"{found.row or f'no rule ({found.reason})'}, but the node is "
                 f"{'unruled' if node in unruled else 'ruled'}"
             )
@@ -425,7 +425,7 @@ def _meaning_faults(
     """Everything that was analysed is decided by one variable of its own, choice by choice."""
     variables = posed.problem.variables
     for node in analysis.uses.keys() - posed.uses.keys():
-        yield f"{whereabouts(node)}: has no variable for its strategy"
+        yield f"{describe_node(node)}: has no variable for its strategy"
     for name in analysis.parameters.keys() - posed.parameters.keys():
         yield f"parameter {name} has no variable for its placement"
     seen: set[int] = set()
@@ -448,14 +448,14 @@ def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
     for node, (_, strategies) in posed.uses.items():
         use = analysis.uses.get(node)
         if use is None:
-            yield f"{whereabouts(node)}: has a variable, but was not analysed"
+            yield f"{describe_node(node)}: has a variable, but was not analysed"
             continue
         ranks = [len(o.dims) for o in use.operands], [len(dims) for dims in use.rule.results]
         for strategy in strategies:
             given = strategy.operands, strategy.results
             if any(not _fit(p, r) for p, r in zip(given, ranks, strict=True)):
                 yield (
-                    f"{whereabouts(node)}: strategy {strategy.label} places "
+                    f"{describe_node(node)}: strategy {strategy.label} places "
                     f"{', '.join(map(str, (*strategy.operands, *strategy.results)))}, but operands "
                     f"and results have {ranks} dims"
                 )

@@ -18,7 +18,7 @@ from torch import nn
 from autotp.cli import main as cli
 from autotp.errors import PlanError
 from autotp.records.evidence import Evidence
-from autotp.report.plan import text
+from autotp.report.plan import format_plan
 from tests.plans import decoder_plan
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_plan_prints_the_report(
     code = cli.main(["plan", directory, "--tp", "2"])
 
     assert 0 == code
-    assert (text(PLAN, 120), "") == capsys.readouterr()
+    assert (format_plan(PLAN, 120), "") == capsys.readouterr()
 
 
 def test_plan_passes_on_what_was_asked(calls: Calls, directory: str) -> None:
@@ -148,7 +148,7 @@ def test_dry_run_writes_its_files(calls: Calls, directory: str, tmp_path: Path) 
 
     assert (0, 1) == (code, calls[0][2]["rank"])
     assert ["graph.py", "plan.json", "plan.txt", "problem.json.gz"] == sorted(os.listdir(out))
-    assert text(PLAN) == (out / "plan.txt").read_text()
+    assert format_plan(PLAN) == (out / "plan.txt").read_text()
     assert b"\x1f" == (out / "problem.json.gz").read_bytes()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.capture.graph_facts import source_of
+from autotp.capture.graph_facts import find_source
 from autotp.oprules.rule import Row
 
 __all__ = ["Orders"]
@@ -42,7 +42,7 @@ class Orders:
 
     def _sorted(self, ids: fx.Node) -> bool:
         """Whether `ids` are one dim of positions in ascending order."""
-        node, result = source_of(ids)
+        node, result = find_source(ids)
         meta = ids.meta.get("val")
         if self._option(node, "sorted") != result or not isinstance(meta, torch.Tensor):
             return False
@@ -51,7 +51,7 @@ class Orders:
 
     def _positions(self, node: fx.Node) -> bool:
         """Whether a value holds positions, moved about: whole numbers from 0 on."""
-        origin, result = source_of(node)
+        origin, result = find_source(node)
         if self._option(origin, "positions") == result:
             return True
         return self._moves(origin) and self._positions(origin.all_input_nodes[0])
