@@ -107,7 +107,7 @@ REAL: list[tuple[str, Callable[[], tuple[nn.Module, dict[str, Any]]], dict[str, 
     ("encoder, training in bfloat16", lambda: family("bert", torch.bfloat16), {"training": True}),
     ("state space", lambda: zoo.build("mamba2", "causal-lm"), {}),
     ("convolutions", lambda: zoo.build("resnet", "image-classification"), {}),
-    ("windows of an image", lambda: zoo.build("swin", "image-classification"), {}),
+    ("an image in patches", lambda: zoo.build("vit", "image-classification"), {}),
     ("written by hand", lambda: family("hand"), {}),
 ]
 
