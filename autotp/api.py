@@ -1,7 +1,7 @@
-"""What autotp does, from end to end; the stages meet in `work`, a call at a time.
+"""What autotp does, from end to end; the stages meet in `compiler`, one call at a time.
 
 `plan` stops at the plan; `parallelize` builds one rank's model; `verify` builds every rank's and
-runs them in lockstep beside the whole model.
+compares them, in lockstep, with the unsharded model.
 """
 
 import gzip
@@ -18,20 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.runtime.ops.library as _ops
 from autotp.capture.source_model import check_values, device_of
-from autotp.compiler import Made, Work
+from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import PlanError
-from autotp.model_source import load
+from autotp.model_source import load_model
 from autotp.options import (
     Keywords,
-    Options,
+    Request,
+    check_comparison,
     check_module,
-    check_proof,
     check_rank,
     check_ranks,
+    read_request,
 )
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
-from autotp.records.replication import much_whole
+from autotp.records.replication import describe_excess_replication
 from autotp.records.trace import Trace
 from autotp.report.graph_json import graph_json
 from autotp.runtime.group.agreement import agree, agree_weights
@@ -40,41 +41,64 @@ from autotp.runtime.group.exchange import as_one
 from autotp.runtime.group.failures import waiting
 from autotp.runtime.group.process_group import Group, exists, meet, resolve
 from autotp.runtime.model import ShardedModel
-from autotp.solver.iopddl import solution_json, to_iopddl
-from autotp.verification import prove
-from autotp.verification.phases import of_all_calls, with_values
+from autotp.solver.iopddl import solution_to_json, to_iopddl
+from autotp.verification import compare_ranks
+from autotp.verification.phases import fill_inputs, merge_evidence
+from autotp.verification.rules.check import require_valid_rules
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
-__all__ = ["dry_run", "parallelize", "plan", "planned", "verify", "watched"]
+__all__ = [
+    "attach_group_monitor",
+    "compile_on_all_ranks",
+    "dry_run",
+    "parallelize",
+    "plan",
+    "verify",
+]
 
 
 def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
-    """The plan of `model` over `tp` ranks: needs no device, no group and no weights.
+    """Plan how `model` would run over `tp` ranks; needs no device, process group or weights.
 
-    - `model`: a module, a transformers configuration, a directory with a config.json, a preset's
-      name, or `package.module:factory`; training is off for all but a module.
-    - `example_inputs`: a mapping of inputs; their sizes price the plan. Default: see docs.
-    - `training`: gradients are wanted; default `model.training`.
-    - `machine`: a name of rules/machines/, a path, or a Machine.
-    - `optimizer`, `state_dtype`: for the memory account.
-    - `overrides`: globs over parameter names to column, row, vocabulary, expert or replicated.
-    - `shard_threshold`: parameters smaller than this part of the largest are free to stay whole.
-    - `reduce_dtype`: sums over the group are made in it, which holds all that parameters do; the
-      plan counts its bytes.
-    - `strict`: raise for an op without a rule, or more than 10 % of the bytes whole.
-    - `new_tokens`: how many words are generated after the inputs, which are a prompt: the plan is
-      solved for the prompt's call and for the calls of one word together, each priced at its sizes.
-    - `plan`: a Plan, or the path of one, whose layouts of parameters are to be followed (with the
-      overrides that it was asked for, as reasons); what ops do is solved anew under them.
+        print(autotp.plan("llama-3.1-8b", tp=8))
+        autotp.plan(model, tp=4, training=True).parameters["lm_head.weight"].layout
 
-    Raises PlanError, CaptureError, RuleError, UnknownOpError.
+    - `model`: a module, a Transformers configuration, a directory with a config.json, the name of a
+      preset, or `package.module:factory`. For all but a module, training is off by default.
+    - `tp`: the number of ranks.
+    - `example_inputs`: a mapping of names to tensors, such as `input_ids` of shape (batch,
+      sequence). Costs are estimated at their sizes. Default: batch 1, and as long a sequence as the
+      model takes, at most 4,096 tokens.
+    - `training`: plan the backward pass too; default `model.training`.
+    - `machine`: the name of a file in rules/machines/, the path of one, or a Machine. Default
+      "h100".
+    - `optimizer`, `state_dtype`: what the memory estimate counts per parameter.
+    - `overrides`: globs over parameter names to "column", "row", "vocabulary", "expert" or
+      "replicated"; later globs win.
+    - `shard_threshold`: parameters of fewer bytes than this fraction of the largest may stay
+      replicated where that costs less communication.
+    - `reduce_dtype`: the dtype in which values are summed over the group, at least as wide as the
+      parameters'; the plan counts its bytes.
+    - `strict`: raise if an op has no rule, or if more than 10 % of the parameter bytes are
+      replicated.
+    - `new_tokens`: how many tokens are generated after the inputs, which are a prompt. Prefill and
+      decode steps are then planned together, each at its own sizes.
+    - `plan`: a Plan, or the path of one, whose parameter layouts are followed; what ops do is
+      solved anew under them.
+    - `rules`: the path of a TOML file of rules, or a list of paths, merged over autotp's own. Each
+      of their rows is verified by running its samples.
+
+    Sizes in the plan are in bytes, times in picoseconds.
+
+    Raises PlanError for options that cannot be met, CaptureError if torch.export cannot capture the
+    model, RuleError for rules that are malformed or wrong, UnknownOpError with `strict`.
     """
     check_ranks(tp)
-    chosen = Options.of(**options)
-    if not isinstance(model, nn.Module) and chosen.training is None:
-        chosen = replace(chosen, training=False)
-    return Work.of(load(model), chosen).made(tp, "tp").plan
+    request = _read_verified(**options)
+    if not isinstance(model, nn.Module) and request.training is None:
+        request = replace(request, training=False)
+    return ModelCompiler.of(load_model(model), request).compile(tp, "tp").plan
 
 
 def parallelize(
@@ -88,50 +112,64 @@ def parallelize(
     debug: bool = False,
     **options: Unpack[Keywords],
 ) -> ShardedModel:
-    """One rank's part of `model`, ready to call; the model given is left as it was.
+    """Build this rank's shard of `model`, ready to call; `model` itself is left unchanged.
 
-    - `tp`: the number of ranks; None takes the group's size.
-    - `mesh`: a DeviceMesh (its "tp" dim); `group`: a process group; `rank`: build that rank's model
-      without any group, to look at. Without them: the whole world, initialised under torchrun.
-    - `timeout`: seconds after which the group gives up on a rank; None: as it was made.
-    - `debug`: each call is compared with the other ranks', and what differs is named.
-    - Further keywords: as for `plan`.
+        # in each process that `torchrun --nproc-per-node 8 script.py` starts
+        sharded = autotp.parallelize(model, tp=8)
+        logits = sharded(input_ids=ids).logits  # (batch, sequence, vocabulary), on every rank
 
-    Raises as `plan` does; on every rank PlanError if their plans differ, WeightsError if the
-    models' tensors do. GroupError if a rank is gone or late, here and in each call.
+    The sharded model takes and returns what the model does, of the same shapes and dtypes.
+
+    - `tp`: the number of ranks; None takes the size of the group.
+    - `mesh`: a DeviceMesh, of which the "tp" dim is used; `group`: a process group. Without either,
+      all processes that torchrun started are one group.
+    - `rank`: build that rank's model without any group, to inspect it; it cannot be called.
+    - `timeout`: seconds (or a timedelta) after which the group gives up on a rank; None leaves the
+      group's own.
+    - `debug`: compare each call with those of the other ranks and name what differs; check the
+      result of every stage.
+    - All other keywords: as for `plan`.
+
+    Raises what `plan` raises; on every rank PlanError if the ranks' plans differ, and WeightsError
+    if their weights do; GroupError if a rank is gone or late, now or in a later call.
     """
     check_module(model, "parallelize")
     check_rank(rank)
-    where = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
-    work, made = planned(where, model, **options)
-    held = (*work.whole.parameters.items(), *work.whole.buffers.items())
-    agree_weights(where, held, "the whole weights")
-    return watched(work.built(made, where), where, debug=debug)
+    own = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
+    compiler, compiled = compile_on_all_ranks(own, model, debug=debug, **options)
+    tensors = (*compiler.whole.parameters.items(), *compiler.whole.buffers.items())
+    agree_weights(own, tensors, "the unsharded weights")
+    return attach_group_monitor(compiler.build(compiled, own), debug=debug)
 
 
-def watched(model: ShardedModel, where: Group, *, debug: bool) -> ShardedModel:
-    """The model, whose calls tell of lost ranks; with `debug`, they are compared first."""
+def attach_group_monitor(model: ShardedModel, *, debug: bool) -> ShardedModel:
+    """Make calls of `model` report lost ranks; with `debug`, compare calls between ranks first."""
     if not isinstance(cast("object", debug), bool):
         raise PlanError(f"debug={debug!r}: must be True or False.")
     state = model.sharded_state
-    state.group = where.name
-    state.compare = Comparison(where) if debug and exists(where.name) else None
+    state.watched = True
+    state.compare = Comparison(state.group) if debug and exists(state.group.name) else None
     return model
 
 
-def planned(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> "tuple[Work, Made]":
-    """The work on `model` and the variant made for a group, the same on all of its ranks."""
-    with as_one(where, "planning"):  # one that fails would leave the others waiting for its plan
-        work = Work.of(model, Options.of(**options))
-        made = work.made(where.size, where.name)
-    agree(where, made.plan.hash, "the plan")
-    with waiting(where.name, "making sub-groups for gradients"):
-        meet(where, made.plan)
-    if (told := much_whole(made.plan.parameters, where.size)) and (
-        where.rank == 0 or not exists(where.name)
-    ):
-        warnings.warn(f"{work.whole.name}: {told}", stacklevel=3)
-    return work, made
+def compile_on_all_ranks(
+    group: Group, model: nn.Module, *, debug: bool = False, **options: Unpack[Keywords]
+) -> tuple[ModelCompiler, CompiledVariant]:
+    """Compile `model` for a group; every rank must call it, and all have the same plan.
+
+    `debug`: check what each stage makes.
+    """
+    with as_one(group, "planning"):  # a rank that fails would leave the others waiting
+        request = replace(_read_verified(**options), check_stages=debug)
+        compiler = ModelCompiler.of(model, request)
+        compiled = compiler.compile(group.size, group.name)
+    agree(group, compiled.plan.hash, "the plan")
+    with waiting(group.name, "making sub-groups for gradients"):
+        meet(group, compiled.plan)
+    excess = describe_excess_replication(compiled.plan.parameters, group.size)
+    if excess and (group.rank == 0 or not exists(group.name)):
+        warnings.warn(f"{compiler.whole.name}: {excess}", stacklevel=3)
+    return compiler, compiled
 
 
 def verify(
@@ -143,62 +181,81 @@ def verify(
     seed: int = 0,
     **options: Unpack[Keywords],
 ) -> Evidence:
-    """The evidence that the sharded model equals the whole one: all ranks run in this process.
+    """Compare the sharded model with the unsharded one; all ranks run in this process.
 
-    - `gradients`: compare every parameter's gradient; None: as `training`; True plans with
-      training.
-    - `seed`: of the inputs drawn and of the projection that serves as a loss where there is none.
-    - Further keywords: as for `plan`.
+        evidence = autotp.verify(model, tp=4, training=True)
+        assert evidence.ok, evidence.first_divergence
+
+    Every output, the loss and every parameter's gradient are compared, each with a tolerance that
+    is derived from the rounding of the unsharded model.
+
+    - `gradients`: compare the gradient of every parameter; None: if the plan has a backward pass;
+      True plans with training.
+    - `dtype`: in which both models are run.
+    - `seed`: of the random inputs, and of the random projection that serves as the loss of a model
+      that returns none.
+    - All other keywords: as for `plan`.
+
+    Raises what `plan` raises, and WeightsError for a model without weights. A model that is wrong
+    does not raise: `ok` is False, and `first_divergence` names the first wrong node.
     """
     check_ranks(tp)
     check_module(model, "verify")
-    check_proof(dtype, seed)
-    chosen = Options.of(**options)
-    if gradients and chosen.training is False:
+    check_comparison(dtype, seed)
+    request = _read_verified(**options)
+    if gradients and request.training is False:
         raise PlanError(
             "verify: gradients=True and training=False: a plan without training has no backward "
             "pass to compare. Pass training=True, or leave gradients out."
         )
-    if gradients and chosen.training is None:
-        chosen = replace(chosen, training=True)
-    work = Work.of(model, chosen)
-    made = work.made(tp, "tp")
-    for name, tensor in work.whole.parameters.items():
+    if gradients and request.training is None:
+        request = replace(request, training=True)
+    compiler = ModelCompiler.of(model, request)
+    compiled = compiler.compile(tp, "tp")
+    for name, tensor in compiler.whole.parameters.items():
         check_values(name, tensor, torch.device("cpu"))
-    ranks = [work.built(made, Group("tp", tp, r, device_of(model))) for r in range(tp)]
-    wanted = made.plan.training if gradients is None else gradients
+    ranks = [compiler.build(compiled, Group("tp", tp, r, device_of(model))) for r in range(tp)]
     found = [
-        prove(
+        compare_ranks(
             model,
             ranks,
-            with_values(of.inputs, seed),
+            fill_inputs(call.inputs, seed),
             variant.plan,
             Trace(variant.rewritten.values),
-            program=of.program,
-            gradients=wanted,
+            program=call.program,
+            gradients=compiled.plan.training if gradients is None else gradients,
             seed=seed,
             dtype=dtype,
         )
-        for of, variant in zip((work, *work.later), (made, *made.later), strict=True)
+        for call, variant in zip(
+            (compiler, *compiler.later), (compiled, *compiled.later), strict=True
+        )
     ]
-    evidence = of_all_calls(found, [phase.name for phase in made.plan.phases])
-    return replace(evidence, notes=(*evidence.notes, *made.plan.warnings))
+    evidence = merge_evidence(found, [phase.name for phase in compiled.plan.phases])
+    return replace(evidence, notes=(*evidence.notes, *compiled.plan.warnings))
 
 
 def dry_run(
     model: nn.Module, tp: int, *, rank: int = 0, **options: Unpack[Keywords]
 ) -> dict[str, str | bytes]:
-    """The files of a dry run by name: plan, rewritten graph, and the placement problem solved."""
-    where = resolve(tp, rank=rank)
-    work = Work.of(model, Options.of(**options))
-    made = work.made(tp, where.name)
-    sharded = work.built(made, where, torch.device(work.machine.device))
-    problem = to_iopddl(made.problem, made.solution)
+    """Give the files of a dry run by name: plan, rewritten graph, problem and solution."""
+    group = resolve(tp, rank=rank)
+    compiler = ModelCompiler.of(model, _read_verified(**options))
+    compiled = compiler.compile(tp, group.name)
+    sharded = compiler.build(compiled, group, torch.device(compiler.request.machine.device))
+    problem = to_iopddl(compiled.problem, compiled.solution)
+    rewritten = compiled.rewritten
     return {
-        "plan.json": made.plan.to_json(),
+        "plan.json": compiled.plan.to_json(),
         "graph.py": ShardedModel.code(sharded),
-        "graph.json": json.dumps(graph_json(made.rewritten.graph, made.rewritten.values), indent=1)
-        + "\n",
+        "graph.json": json.dumps(graph_json(rewritten.graph, rewritten.values), indent=1) + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
-        "solution.json": json.dumps(solution_json(made.problem, made.solution)) + "\n",
+        "solution.json": json.dumps(solution_to_json(compiled.problem, compiled.solution)) + "\n",
     }
+
+
+def _read_verified(**options: Unpack[Keywords]) -> Request:
+    """Read a caller's options; rules of the caller's are verified by running them."""
+    request = read_request(**options)
+    require_valid_rules(request.rules)
+    return request

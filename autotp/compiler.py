@@ -1,78 +1,86 @@
-"""One call of a model, from its capture to the graph of a rank: the stages one after the other.
+"""From a model to the graph of one rank: the one file where the stages meet.
 
-capture → analyse → match → pose → solve → rewrite → account. Calls that are planned together are
-posed and solved as one.
+    capture → propagate → match → formulate → solve → interpret → rewrite → check → summarise
+
+A `ModelCompiler` is one call of one model: the stages before `formulate` do not depend on the
+number of ranks and run once. Calls that are planned together (a prefill and its decode steps) are
+formulated each, and solved as one problem.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx, nn
 
-from autotp.capture.cache import stated
+from autotp.capture.cache import stated, widened
 from autotp.capture.capture import capture
 from autotp.capture.clean import retarget
 from autotp.capture.generation_calls import Calls
-from autotp.capture.input_length import made_up
-from autotp.capture.inputs import example_inputs
+from autotp.capture.heap import give_back
+from autotp.capture.inputs import example_inputs, made_up
 from autotp.capture.postconditions import find_program_faults
 from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
-from autotp.capture.source_model import is_meta, skeleton, valueless, whole_of
+from autotp.capture.source_model import device_of, is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.gather import GroupStore
-from autotp.checkpoint.quantized import refuse_model
-from autotp.cost.machine import Machine, load_machine
+from autotp.checkpoint.quantized import refuse_quantised_model
 from autotp.dtypes import check_sums
 from autotp.errors import PlanError
-from autotp.further import Answer, Asking, Further
 from autotp.lower.check import check
 from autotp.lower.node_meta import Kept
-from autotp.lower.outline import Outlined, Shorter, outline
+from autotp.lower.outline import outline
 from autotp.lower.rewrite import Rewritten, Target, rewrite
 from autotp.lower.shared_heads import with_shared_heads
 from autotp.lower.unmask import unmasked
-from autotp.oprules import rulebook
-from autotp.options import Options
+from autotp.options import Request
 from autotp.planner.analysis import Decision
-from autotp.planner.constraints import as_overridden, as_planned, followed
-from autotp.planner.formulate import Posed, decide, pose
-from autotp.planner.formulate_phases import PosedPhase, pose_phases
+from autotp.planner.constraints import (
+    check_followed_plan,
+    constrain_to_overrides,
+    constrain_to_plan,
+)
+from autotp.planner.formulate import PlacementProblem, formulate, interpret_solution
+from autotp.planner.formulate_phases import PlannedPhase, formulate_phases
 from autotp.planner.match import match
-from autotp.planner.offers import offered
+from autotp.planner.offers import find_offers
 from autotp.planner.postconditions import (
     find_analysis_faults,
     find_matching_faults,
     find_problem_faults,
 )
-from autotp.planner.propagate import analyse
-from autotp.planner.summary.phases import with_phases
-from autotp.planner.summary.summarise import Asked, Found, account
+from autotp.planner.propagate import propagate
+from autotp.planner.summary.findings import Call, Findings
+from autotp.planner.summary.phases import add_phases
+from autotp.planner.summary.summarise import summarise
 from autotp.planner.terms import Constraint, Terms
 from autotp.records.plan import CacheRecord, Plan
-from autotp.records.replication import much_whole
+from autotp.records.replication import describe_excess_replication
 from autotp.runtime.group.process_group import Group, exists, is_real
+from autotp.runtime.layered_graph import ConditionalGraph, LayeredGraph
 from autotp.runtime.model import ShardedModel, add_variant
 from autotp.runtime.module_tree import build_tree, refuse_sharded
 from autotp.runtime.shards import cut
 from autotp.runtime.variant import Signature, key_of, mode_of
-from autotp.solver.joint import parted
+from autotp.solver.joint import split_solution
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.stage_check import Stage, check_stage, is_switched_on
 
-__all__ = ["Made", "Work"]
+__all__ = ["CompiledVariant", "ModelCompiler"]
 
-_LESS_WHOLE = "Choose a smaller tp, or leave strict off to see the plan."
+_LESS_REPLICATED = "Choose a smaller tp, or leave strict off to see the plan."
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """One variant, planned and rewritten.
+class CompiledVariant:
+    """One call, planned and rewritten.
 
-    - `problem`, `solution`: what was solved, for all variants that were planned together.
-    - `rewrite`: writes the graph of a rank. `later`: the variants planned together with this one.
+    - `problem`, `solution`: what was solved, for all calls that were planned together.
+    - `rewrite`: gives the graph of a rank; `rewritten`: rank 0's.
+    - `later`: the calls planned together with this one.
     """
 
     program: Program
@@ -82,255 +90,258 @@ class Made:
     decision: Decision
     rewrite: Callable[[int], Rewritten]
     rewritten: Rewritten
-    later: "tuple[Made, ...]" = ()
-    outlined: dict[object, Outlined] = field(default_factory=dict[object, Outlined])
+    later: "tuple[CompiledVariant, ...]" = ()
+    _layered: dict[object, LayeredGraph] = field(default_factory=dict[object, LayeredGraph])
 
-    def layers(self, device: torch.device, rank: int) -> Outlined:
-        """A rank's graph in layers, for `device`; where all parts are even, the same for all."""
+    def layer_graph(self, device: torch.device, rank: int) -> LayeredGraph:
+        """Give a rank's graph in layers, for `device`; equal shards have the same for all ranks."""
         graph_of = rank if self.rewritten.uneven else 0
         key = (device, graph_of)
-        if key not in self.outlined:
+        if key not in self._layered:
             graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
             retarget(graph, device)
-            program, kept = self.program, Kept()
-            masked, *others = unmasked(graph, program.inputs, program.lifted)
+            kept = Kept()
+            masked, *others = unmasked(graph, self.program.inputs, self.program.lifted)
             shorter = [
-                Shorter(u.conditions, self._outlined(u.graph, device, kept))
+                ConditionalGraph(u.conditions, self._outline(u.graph, device, kept))
                 for u in reversed(others)
             ]
-            most = self._outlined(masked.graph, device, kept)
-            self.outlined[key] = replace(most, shorter=tuple(shorter))
-        return self.outlined[key]
+            full = self._outline(masked.graph, device, kept)
+            self._layered[key] = replace(full, shorter=tuple(shorter))
+        return self._layered[key]
 
-    def _outlined(self, graph: fx.Graph, device: torch.device, kept: Kept) -> Outlined:
+    def _outline(self, graph: fx.Graph, device: torch.device, kept: Kept) -> LayeredGraph:
         return outline(graph if self.plan.training else with_shared_heads(graph, device), kept)
 
 
-class Work:
-    """One model under one set of options: what is captured once and used for several tp.
+class ModelCompiler:
+    """One call of one model, captured and analysed once, compiled for any number of ranks.
 
-    - `later`: the calls that are planned together with this one, and each of them comes `often`.
+    - `inputs`: of the call, by name; None takes the request's, or makes them up.
+    - `caches`: how earlier calls have laid out the tensors of a cache.
+    - `calls`: how often the call comes, when several are planned together; `later`: the others.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        options: Options,
+        request: Request,
         inputs: Mapping[str, Any] | None = None,
         caches: Mapping[str, CacheRecord] | None = None,
-        often: int = 1,
+        calls: int = 1,
     ) -> None:
         refuse_sharded(model)
-        refuse_model(model)
-        self.caches, self.often = caches or {}, often
-        self.later: tuple[Work, ...] = ()
+        refuse_quantised_model(model)
+        self.model, self.request = model, request
+        self.caches, self.calls = caches or {}, calls
+        self.training = model.training if request.training is None else request.training
+        self.later: tuple[ModelCompiler, ...] = ()
         self.longest: Pricing | None = None
-        self.model, self.options = model, options
-        self.training = model.training if options.training is None else options.training
         self.whole = whole_of(model)
-        check_sums(self.whole.parameters, options.reduce())
-        given = inputs if inputs is not None else options.example_inputs
+        check_sums(self.whole.parameters, request.reduce_dtype)
+        given = inputs if inputs is not None else request.example_inputs
         if given is None:
-            given, self.program = made_up(model, self.training, self._captured)
+            given, self.program = made_up(model, self.training, self._capture)
         else:
-            self.program = self._captured(given)
+            self.program = self._capture(given)
         self._check_stage("capture", find_program_faults(self.program, self._tensors()))
         self.inputs = Signature.of(model).spelled(stated(given))
-        self.rules = rulebook.load()
-        machine = options.machine
-        self.machine = (
-            machine if isinstance(machine, Machine) else load_machine(machine, rulebook.root())
+        self.analysis = propagate(
+            self.program,
+            list(self.whole.parameters),
+            request.rules,
+            strict=request.strict,
+            gradients=self.training,
         )
-        names, strict, grad = list(self.whole.parameters), options.strict, self.training
-        self.analysis = analyse(self.program, names, self.rules, strict=strict, gradients=grad)
-        self._check_stage("propagate", find_analysis_faults(self.analysis, self.rules))
-        self.matching = match(self.analysis, self.rules)
+        self._check_stage("propagate", find_analysis_faults(self.analysis, request.rules))
+        self.matching = match(self.analysis, request.rules)
         self._check_stage("match", find_matching_faults(self.analysis, self.matching))
-        self.pricing = Pricing(self.program, tensor_leaves(self.inputs), options.reduce())
-
-    def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
-        if self.options.check_stages or is_switched_on():
-            check_stage(stage, self.whole.name, faults)
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters and buffers that the graph may read, by name."""
-        named = self.model.named_parameters(), self.model.named_buffers()
-        return {name: tensor for every in named for name, tensor in every}
-
-    def _captured(self, given: Mapping[str, Any]) -> Program:
-        inputs = Signature.of(self.model).spelled(stated(given))
-        return _captured(self.model, inputs, gradients=self.training)
+        self.pricing = Pricing(self.program, tensor_leaves(self.inputs), request.reduce_dtype)
 
     @staticmethod
-    def of(model: nn.Module, options: Options) -> "Work":
-        """The work on one call, or, with `new_tokens`, on those that generating makes, the first of
-        which has the others as its `later` ones.
-        """
-        return _generating(model, options) if options.new_tokens else Work(model, options)
+    def of(model: nn.Module, request: Request) -> "ModelCompiler":
+        """Give the compiler of one call, or with `new_tokens` of a prefill and its decode steps."""
+        if request.new_tokens:
+            return _compile_generation(model, request)
+        return ModelCompiler(model, request)
 
-    def made(self, tp: int, group: str) -> Made:
-        """The variant planned for `tp` ranks and rewritten for the group called `group`."""
-        works = (self, *self.later)
-        posed = [work.posed(tp) for work in works]
-        every = [PosedPhase(w.analysis, p, w.often) for w, p in zip(works, posed, strict=True)]
-        phases, problem = pose_phases(every)
-        solution = solve(problem)
-        parts = zip(works, posed, parted(phases, solution), strict=True)
-        own, *others = [(w, p, part) for w, p, part in parts]
-        first = own[0].made_of(*own[1:], tp, group)
-        later = [w.made_of(p, part, tp, group, first.plan) for w, p, part in others]
-        plan = with_phases(first.plan, [m.plan for m in later], [w.often for w in works])
-        if self.options.strict and (told := much_whole(plan.parameters, tp)):
-            raise PlanError(f"{self.whole.name}: strict=True, and {told}. {_LESS_WHOLE}")
-        found = {"plan": plan, "problem": problem, "solution": solution}
-        return replace(first, **found, later=tuple(later))
-
-    def posed(self, tp: int, *, everything: bool = False) -> Posed:
-        """The placement problem for `tp` ranks; `everything`: with all conversions of the table."""
-        terms = Terms(
-            tp,
-            self.training,
-            self.machine,
-            self.pricing.bytes,
-            self.pricing.summed,
-            self.options.shard_threshold,
-            self._allowed(tp),
-            everything,
-            offered(self.analysis, self.matching, tp),
-            self.caches,
+    def compile(self, tp: int, group: str) -> CompiledVariant:
+        """Plan the call for `tp` ranks and rewrite it for the group called `group`."""
+        compilers = (self, *self.later)
+        posed = [each.formulate(tp) for each in compilers]
+        phases, problem = formulate_phases(
+            [PlannedPhase(c.analysis, p, c.calls) for c, p in zip(compilers, posed, strict=True)]
         )
-        problem = pose(self.analysis, self.matching, terms)
+        solution = solve(problem)
+        parts = zip(compilers, posed, split_solution(phases, solution), strict=True)
+        own, *others = [(c, p, part) for c, p, part in parts]
+        first = own[0].lower(*own[1:], tp, group)
+        later = [c.lower(p, part, tp, group, first.plan) for c, p, part in others]
+        plan = add_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
+        if self.request.strict and (excess := describe_excess_replication(plan.parameters, tp)):
+            raise PlanError(f"{self.whole.name}: strict=True, and {excess}. {_LESS_REPLICATED}")
+        return replace(first, plan=plan, problem=problem, solution=solution, later=tuple(later))
+
+    def formulate(self, tp: int, *, everything: bool = False) -> PlacementProblem:
+        """Formulate the placement problem for `tp` ranks; `everything`: with all conversions."""
+        terms = Terms(
+            tp=tp,
+            training=self.training,
+            request=self.request,
+            priced=self.pricing.bytes,
+            summed=self.pricing.summed,
+            allowed=self._constraints(tp),
+            everything=everything,
+            offers=find_offers(self.analysis, self.matching, tp),
+            caches=self.caches,
+        )
+        problem = formulate(self.analysis, self.matching, terms)
         self._check_stage("formulate", find_problem_faults(self.analysis, problem))
         return problem
 
-    def made_of(
+    def lower(
         self,
-        posed: Posed,
+        posed: PlacementProblem,
         solution: Solution,
         tp: int,
         group: str,
-        beside: Plan | None = None,
-    ) -> Made:
-        """The variant rewritten as any legal `solution` says, checked; `beside` has its weights."""
-        decision = decide(posed, solution)
+        prefill: Plan | None = None,
+    ) -> CompiledVariant:
+        """Rewrite the call as any legal `solution` says, check it and summarise it as a plan.
+
+        `prefill`: the plan of the call that this one was planned together with.
+        """
+        decision = interpret_solution(posed, solution)
 
         def rewrite_for(rank: int) -> Rewritten:
-            reduced = self.options.reduce()
-            target = Target(tp, group, self.training, reduced, rank)
-            return self._checked(rewrite(self.analysis, decision, target), decision, tp)
+            target = Target(tp, group, self.training, self.request.reduce_dtype, rank)
+            rewritten = rewrite(self.analysis, decision, target)
+            check(
+                rewritten.graph,
+                rewritten.values,
+                rewritten.collectives,
+                self.analysis,
+                decision,
+                training=self.training,
+                tp=tp,
+            )
+            return rewritten
 
         rewritten = rewrite_for(0)
-        emitted, ways = rewritten.collectives, posed.ways
-        found = Found(self.analysis, self.matching, decision, solution, emitted, ways)
-        drawn = account(self.whole, found, self.pricing, self._asked(tp, beside))
-        return Made(self.program, drawn, posed.problem, solution, decision, rewrite_for, rewritten)
-
-    def _checked(self, rewritten: Rewritten, decision: Decision, tp: int) -> Rewritten:
-        check(
-            rewritten.graph,
-            rewritten.values,
-            rewritten.collectives,
-            self.analysis,
-            decision,
-            training=self.training,
-            tp=tp,
+        findings = Findings(
+            self.analysis, self.matching, decision, solution, rewritten.collectives, posed.ways
         )
-        return rewritten
+        sizes = data_sizes(self.program, tensor_leaves(self.inputs))
+        call = Call(tp, self.training, self.key(), sizes, self.request, self.longest, prefill)
+        plan = summarise(self.whole, findings, self.pricing, call)
+        return CompiledVariant(
+            self.program, plan, posed.problem, solution, decision, rewrite_for, rewritten
+        )
 
-    def built(
+    def build(
         self,
-        made: Made,
-        where: Group,
-        named: torch.device | None = None,
+        compiled: CompiledVariant,
+        group: Group,
+        graph_device: torch.device | None = None,
         shards: Mapping[str, torch.Tensor] | None = None,
     ) -> ShardedModel:
-        """One rank's model around `shards` (None: the whole's), its graph on `named`, if given."""
-        lost = shards is None and is_meta(self.model) and not is_real(where)
-        device = torch.device("meta") if lost else where.device
+        """Build one rank's model.
+
+        - `shards`: its parameters; None takes slices of this model's.
+        - `graph_device`: the device named in its graph; None: where the parameters are.
+        """
+        imagined = shards is None and is_meta(self.model) and not is_real(group)
+        device = torch.device("meta") if imagined else group.device
         tree = build_tree(
             self.model,
-            shards or dict(cut(self.whole.parameters, made.plan, where, device)),
-            plan=made.plan,
-            rank=where.rank,
+            shards or dict(cut(self.whole.parameters, compiled.plan, group, device)),
+            plan=compiled.plan,
+            group=group,
             device=device,
-            more=Further(skeleton(self.model), self.options, made.plan, where, device, _answer),
-            store=GroupStore(where),
-            imagined=where.size > 1 and not exists(where.name),
+            source=skeleton(self.model),
+            capture_variant=partial(_capture_variant, self.request),
+            store=GroupStore(group),
+            imagined=group.size > 1 and not exists(group.name),
             baked=self.program.baked,
         )
-        for work, variant in zip((self, *self.later), (made, *made.later), strict=True):
-            layers = variant.layers(named or device, where.rank)
-            add_variant(tree, work.key(), work.program, layers, variant.plan)
+        variants = (compiled, *compiled.later)
+        for compiler, variant in zip((self, *self.later), variants, strict=True):
+            layers = variant.layer_graph(graph_device or device, group.rank)
+            add_variant(tree, compiler.key(), compiler.program, layers, variant.plan)
         return tree
 
     def key(self) -> str:
-        """What the variant for these inputs answers to."""
+        """Give the key of the variant that answers these inputs."""
         inputs = Signature.of(self.model).bind((), self.inputs)
         return key_of(type(self.model).__name__, inputs, mode_of(self.model))
 
-    def _asked(self, tp: int, beside: Plan | None) -> Asked:
-        options = self.options
-        reduced = options.reduce()
-        followed = options.plan.options if isinstance(options.plan, Plan) else {}
-        return Asked(
-            tp=tp,
-            training=self.training,
-            variant=self.key(),
-            machine=self.machine,
-            sizes=data_sizes(self.program, tensor_leaves(self.inputs)),
-            optimizer=options.optimizer,
-            state_dtype=options.state(),
-            # a plan followed keeps the reasons for which it is as it is
-            shard_threshold=cast("float", followed.get("shard_threshold", options.shard_threshold)),
-            overrides=cast("Mapping[str, str]", followed.get("overrides", options.overrides)),
-            reduce_dtype=str(reduced).removeprefix("torch.") if reduced else None,
-            longest=self.longest,
-            beside=beside,
+    def _capture(self, given: Mapping[str, Any]) -> Program:
+        """Capture the model's graph; of a model on meta the one that it has on the CPU.
+
+        Its weights will be read onto a real device, and code that asks for the device may take
+        another branch on meta.
+        """
+        inputs = Signature.of(self.model).spelled(stated(given))
+        if is_meta(self.model):
+            bare, cpu = skeleton(self.model), torch.device("cpu")
+            return capture(bare, valueless(inputs, cpu), gradients=self.training)
+        return capture(self.model, inputs, gradients=self.training)
+
+    def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
+        if self.request.check_stages or is_switched_on():
+            check_stage(stage, self.whole.name, faults)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Give the parameters and buffers that the graph may read, by name."""
+        return dict((*self.model.named_parameters(), *self.model.named_buffers()))
+
+    def _constraints(self, tp: int) -> Mapping[str, Constraint]:
+        """Give what a plan to follow, or overrides, leave to each parameter."""
+        if self.request.plan is not None:
+            plan = check_followed_plan(self.request.plan, self.whole, tp, training=self.training)
+            return constrain_to_plan(plan, self.analysis)
+        return constrain_to_overrides(
+            self.request.overrides, self.whole, self.analysis, self.matching, tp
         )
 
-    def _allowed(self, tp: int) -> Mapping[str, Constraint]:
-        """What a plan to follow, or overrides, leave to each parameter."""
-        if isinstance(self.options.plan, Plan):
-            plan = followed(self.options.plan, self.whole, tp, training=self.training)
-            return as_planned(plan, self.analysis)
-        asked = self.options.overrides
-        return as_overridden(asked, self.whole, self.analysis, self.matching, tp)
 
-
-def _generating(model: nn.Module, options: Options) -> Work:
-    """The work on a prompt's call, with that on a new word's; priced halfway to the last word."""
-    words = options.new_tokens
-    given = options.example_inputs
+def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:
+    """Give the compiler of a prefill, with that of a decode step, priced at the middle token."""
+    tokens, given = request.new_tokens, request.example_inputs
     if given is None:
-        given = example_inputs(model, training=False, room=words)
-        given.pop("attention_mask", None)  # of ones: `generate` leaves it out
-    calls, alone = Calls.of(model, given), replace(options, new_tokens=0, training=False)
-    work = Work(model, alone, calls.first())
-    free = work.program.dynamic
+        given = example_inputs(model, training=False, room=tokens)
+        given.pop("attention_mask", None)  # all ones: `generate` leaves it out
+    calls, alone = Calls.of(model, given), replace(request, new_tokens=0, training=False)
+    prefill = ModelCompiler(model, alone, calls.first())
+    dynamic = prefill.program.dynamic
 
-    def after(more: int) -> dict[str, Any]:
-        longer = calls.longer(more) if free else calls
-        return longer.next(work.program, longer.first())
+    def step(after: int) -> dict[str, Any]:
+        longer = calls.longer(after) if dynamic else calls
+        return longer.next(prefill.program, longer.first())
 
-    decode = Work(model, alone, after(words // 2), often=words)
-    decode.longest = Pricing(decode.program, tensor_leaves(stated(after(words - 1))))
-    work.later = (decode,)
-    return work
-
-
-def _answer(asked: Asking) -> Answer:
-    """What a sharded model needs to answer a call that it has no graph for."""
-    work = Work(asked.model, asked.options, asked.inputs, asked.caches)
-    made = work.made(asked.where.size, asked.where.name)
-    layers = made.layers(asked.device, asked.where.rank)
-    return Answer(work.key(), work.program, layers, made.plan)
+    decode = ModelCompiler(model, alone, step(tokens // 2), calls=tokens)
+    decode.longest = Pricing(decode.program, tensor_leaves(stated(step(tokens - 1))))
+    prefill.later = (decode,)
+    return prefill
 
 
-def _captured(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool) -> Program:
-    """The model's graph; of a model on meta the one that it has on the CPU, where it will be read.
-
-    Code that asks for the device takes another way on meta, and plans would differ by that.
-    """
-    if is_meta(model):
-        return capture(skeleton(model), valueless(inputs, torch.device("cpu")), gradients=gradients)
-    return capture(model, inputs, gradients=gradients)
+def _capture_variant(request: Request, sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
+    """Add the graph that answers `inputs` in the present mode of `sharded`, layouts kept."""
+    state = sharded.sharded_state
+    modes = {path: module.training for path, module in sharded.named_modules()}
+    for path, module in state.source.named_modules():
+        module.training = modes.get(path, sharded.training)
+    given = valueless(widened(inputs, state.caches), device_of(state.source))
+    request = replace(
+        request, plan=state.plan, training=state.plan.training, overrides={}, new_tokens=0
+    )
+    compiler = ModelCompiler(state.source, request, given, state.caches)
+    compiled = compiler.compile(state.group.size, state.group.name)
+    # nothing is known of a tensor that was empty: another class of cache may fill that path
+    for path, record in compiled.plan.caches.items():
+        if record.bytes:
+            state.caches.setdefault(path, record)
+    layers = compiled.layer_graph(state.device, state.group.rank)
+    add_variant(sharded, compiler.key(), compiler.program, layers, compiled.plan)
+    del compiler, compiled, layers
+    give_back()

@@ -1,4 +1,6 @@
-"""In which dtype sums over the group are made: one answer for plan, graph, ranks and simulator."""
+"""The name of a dtype, and the dtype in which sums over the group are made: one answer for plan,
+graph, ranks and simulator.
+"""
 
 from collections.abc import Mapping
 
@@ -6,7 +8,12 @@ import torch
 
 from autotp.errors import PlanError
 
-__all__ = ["check_sums", "sum_dtype"]
+__all__ = ["check_sums", "dtype_name", "sum_dtype"]
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """The name of a dtype as plans write it, without `torch.`, e.g. `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -30,13 +37,9 @@ def check_sums(parameters: Mapping[str, torch.Tensor], wanted: torch.dtype | Non
         return
     for name, tensor in parameters.items():
         if tensor.is_floating_point() and sum_dtype(tensor.dtype, wanted) != wanted:
+            wide = torch.promote_types(tensor.dtype, torch.float32)
             raise PlanError(
-                f"option reduce_dtype: {_word(wanted)} does not hold all values of "
-                f"{_word(tensor.dtype)}, which {name} has. Give a wider one, such as "
-                f"{_word(torch.promote_types(tensor.dtype, torch.float32))!r}, or None for the "
-                "values' own."
+                f"option reduce_dtype: {dtype_name(wanted)} does not hold all values of "
+                f"{dtype_name(tensor.dtype)}, which {name} has. Give a wider one, such as "
+                f"{dtype_name(wide)!r}, or None for the values' own."
             )
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -4,10 +4,10 @@
     ├── CaptureError      the model cannot be turned into one graph
     ├── RuleError         a row of rules/ is malformed or contradicts the op it names
     ├── UnknownOpError    an op has no rule, in strict mode
-    ├── PlanError         the plan asked for is impossible, or does not fit the model, group or
-    machine ├── WeightsError      a parameter's values are missing or do not fit
+    ├── PlanError         the requested plan is impossible, or does not fit model, group or machine
+    ├── WeightsError      a parameter's values are missing or do not fit
     ├── GroupError        a rank is gone or late, or ranks are called with different inputs
-    └── VerifyError       the sharded model differs from the whole one, or a graph is ill-typed
+    └── VerifyError       the sharded model differs from the unsharded one, or a graph is ill-typed
 
 A message has three parts: where (node, module path, the model's source line), what (both sides,
 with numbers), and what to do.
@@ -40,13 +40,11 @@ class RuleError(AutotpError):
 
 
 class UnknownOpError(AutotpError):
-    """An op has no rule and strict mode forbids treating it as whole."""
+    """An op has no rule, and strict mode forbids replicating it on every rank."""
 
 
 class PlanError(AutotpError):
-    """What was asked of the plan is impossible, or the plan does not fit model, group or
-    machine.
-    """
+    """The requested plan is impossible, or the plan does not fit model, group or machine."""
 
 
 class WeightsError(AutotpError):
@@ -58,4 +56,4 @@ class GroupError(AutotpError):
 
 
 class VerifyError(AutotpError):
-    """The sharded model differs from the whole model, or a rewritten graph is ill-typed."""
+    """The sharded model differs from the unsharded one, or a rewritten graph is ill-typed."""

@@ -10,26 +10,38 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.api import planned, watched
+from autotp.api import attach_group_monitor, compile_on_all_ranks
 from autotp.capture.heap import give_back
 from autotp.checkpoint.directory import Checkpoint, read_json
-from autotp.checkpoint.empty_model import fill_buffers, hollow
-from autotp.checkpoint.load_map import incoming, mark_used
-from autotp.checkpoint.quantized import quantiser_of
-from autotp.checkpoint.read_shards import empty_shards, part, read_buffers, read_shards, untie
-from autotp.checkpoint.samples import samples
-from autotp.checkpoint.sharded_directory import PLAN, Manifest, check_parts, is_sharded, part_of
-from autotp.checkpoint.stored_tensor import Stored
+from autotp.checkpoint.empty_model import build_empty_model, fill_buffers
+from autotp.checkpoint.load_map import map_checkpoint, mark_used_conversions
+from autotp.checkpoint.quantized import find_quantiser
+from autotp.checkpoint.read_shards import (
+    allocate_shards,
+    read_buffers,
+    read_shards,
+    untie_differing,
+    untie_parameters,
+)
+from autotp.checkpoint.samples import sample_tensors
+from autotp.checkpoint.sharded_directory import (
+    PLAN,
+    Manifest,
+    check_shards,
+    is_sharded,
+    open_rank_file,
+)
+from autotp.checkpoint.stored_tensor import StoredTensor
 from autotp.errors import PlanError, WeightsError
-from autotp.model_source import config_fields
-from autotp.options import Keywords, Options, check_rank
+from autotp.model_source import read_config_fields
+from autotp.options import Keywords, check_rank, read_request
 from autotp.records.plan import Plan
 from autotp.runtime.group.agreement import agree_weights
 from autotp.runtime.group.exchange import as_one, texts
 from autotp.runtime.group.process_group import Group, resolve
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["from_pretrained", "opened", "prepared", "stored_dtype"]
+__all__ = ["from_pretrained", "open_checkpoint", "prepare_tensors", "find_stored_dtype"]
 
 
 _ADAPTER: Final = "adapter_config.json"
@@ -62,7 +74,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
 }
 
 
-class _Ways(TypedDict):
+class _ModelOptions(TypedDict):
     """How a model's class is found and built."""
 
     attn_implementation: str | None
@@ -111,33 +123,39 @@ def from_pretrained(
     here = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
     with as_one(here, "checking the options"):
         _check_keywords(options)
-        where = here if device is None else _place(here, device)
+        where = here if device is None else _place_on(here, device)
     path = Path(directory)
-    ways: _Ways = {
+    ways: _ModelOptions = {
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
     options.setdefault("training", False)
-    _agree_kind(path, where)
+    _check_same_kind(path, where)
     if is_sharded(path):
-        return watched(_from_parts(path, where, dtype, ways, options), where, debug=debug)
+        return attach_group_monitor(
+            _load_sharded(path, where, dtype, ways, debug, options), debug=debug
+        )
     with as_one(where, "opening the checkpoint"):
-        checkpoint, quantiser = opened(path, dequantize=dequantize)
+        checkpoint, quantiser = open_checkpoint(path, dequantize=dequantize)
     with checkpoint:
         with as_one(where, "building the model"):
-            model = hollow(path, dtype=dtype, otherwise=stored_dtype(checkpoint), **ways)
-            tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
-        agree_weights(where, samples(checkpoint.tensors), "samples of the checkpoint")
-        sharded = _empty(where, model, **options)
+            model = build_empty_model(
+                path, dtype=dtype, otherwise=find_stored_dtype(checkpoint), **ways
+            )
+            tensors = prepare_tensors(
+                model, checkpoint, allow_extra=allow_extra, quantiser=quantiser
+            )
+        agree_weights(where, sample_tensors(checkpoint.tensors), "samples of the checkpoint")
+        sharded = _build_empty(where, model, debug, **options)
         give_back()
         with as_one(where, "reading weights"):
             read_shards(sharded, tensors, where)
-    _agree_whole(sharded, where)
-    return watched(sharded, where, debug=debug)
+    _check_replicated(sharded, where)
+    return attach_group_monitor(sharded, debug=debug)
 
 
-def _agree_kind(path: Path, where: Group) -> None:
+def _check_same_kind(path: Path, where: Group) -> None:
     """Raises WeightsError on every rank if some were given a cut checkpoint, and others a whole."""
     kinds = texts(where, "cut" if is_sharded(path) else "whole", "opening the checkpoint")
     if len(set(kinds)) > 1:
@@ -149,7 +167,7 @@ def _agree_kind(path: Path, where: Group) -> None:
         )
 
 
-def _agree_whole(model: ShardedModel, where: Group) -> None:
+def _check_replicated(model: ShardedModel, where: Group) -> None:
     """Raises WeightsError on every rank unless all hold the same of what none holds a part of."""
     records = model.sharded_state.plan.parameters
     parts = {name for name, record in records.items() if record.dim is not None}
@@ -158,30 +176,35 @@ def _agree_whole(model: ShardedModel, where: Group) -> None:
     agree_weights(where, held, "what every rank holds whole")
 
 
-def _from_parts(
-    path: Path, where: Group, dtype: torch.dtype | str | None, ways: _Ways, options: Keywords
+def _load_sharded(
+    path: Path,
+    where: Group,
+    dtype: torch.dtype | str | None,
+    ways: _ModelOptions,
+    debug: bool,
+    options: Keywords,
 ) -> ShardedModel:
     """One rank's model from the file that `autotp shard` wrote for it."""
     with as_one(where, "opening the checkpoint"):
-        checkpoint, manifest = part_of(path, where.size, where.rank), Manifest.read(path)
-        _check_own(path, options, dtype, manifest)
+        checkpoint, manifest = open_rank_file(path, where.size, where.rank), Manifest.read(path)
+        _check_sharded_options(path, options, dtype, manifest)
         options["plan"] = Plan.from_json(path / PLAN)
     with checkpoint:
         with as_one(where, "building the model"):
-            model = hollow(path, dtype=manifest.torch_dtype(), **ways)
-            part(model, list(manifest.untied))
-            mark_used(model, manifest.keys)
+            model = build_empty_model(path, dtype=manifest.torch_dtype(), **ways)
+            untie_parameters(model, list(manifest.untied))
+            mark_used_conversions(model, manifest.keys)
             fill_buffers(model, read_buffers(model, checkpoint.tensors))
-        sharded = _empty(where, model, **options)
+        sharded = _build_empty(where, model, debug, **options)
         give_back()
         with as_one(where, "reading weights"):
-            check_parts(sharded.sharded_state.plan, checkpoint, where.rank)
+            check_shards(sharded.sharded_state.plan, checkpoint, where.rank)
             read_shards(sharded, checkpoint.tensors, where, local=True)
-    _agree_whole(sharded, where)
+    _check_replicated(sharded, where)
     return sharded
 
 
-def _check_own(
+def _check_sharded_options(
     path: Path, options: Keywords, dtype: torch.dtype | str | None, manifest: Manifest
 ) -> None:
     """Refuses what would need another cut than the one in a directory."""
@@ -198,7 +221,7 @@ def _check_own(
             )
 
 
-def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, Any]:
+def open_checkpoint(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, Any]:
     """The checkpoint in a directory, whose configuration was checked, and its quantiser, if any."""
     if not directory.is_dir():
         raise PlanError(
@@ -206,15 +229,15 @@ def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, An
             f"hub is downloaded first: hf download {directory} --local-dir DIRECTORY."
         )
     _refuse_adapter(directory)
-    fields = config_fields(directory)
-    quantiser = quantiser_of(directory, fields, dequantise=dequantize)
+    fields = read_config_fields(directory)
+    quantiser = find_quantiser(directory, fields, dequantise=dequantize)
     return Checkpoint.open(directory, fields.get("transformers_weights")), quantiser
 
 
 def _refuse_adapter(directory: Path) -> None:
     """Refuses a directory with an adapter, which Transformers would put on the model."""
     if (directory / _ADAPTER).is_file():
-        found: object = read_json(directory / _ADAPTER, "the adapter's own configuration")
+        found: object = read_json(directory / _ADAPTER, "Restore the adapter's own configuration.")
         told = cast("dict[str, object]", found) if isinstance(found, dict) else {}
         raise PlanError(
             f"{directory}: holds an adapter ({_ADAPTER}, for "
@@ -224,7 +247,7 @@ def _refuse_adapter(directory: Path) -> None:
         )
 
 
-def _place(where: Group, device: torch.device | str) -> Group:
+def _place_on(where: Group, device: torch.device | str) -> Group:
     """The group's rank with its parameters on `device`; PlanError where nothing can be there."""
     try:
         place = torch.device(device)
@@ -243,30 +266,33 @@ def _check_keywords(options: Keywords) -> None:
     for name in options:
         if name in _INSTEAD:
             raise PlanError(f"option {name!r}: is Transformers' own. {_INSTEAD[name]}")
-    Options.of(**options)
+    read_request(**options)
 
 
-def prepared(
+def prepare_tensors(
     model: nn.Module,
     checkpoint: Checkpoint,
     *,
     allow_extra: bool = False,
     quantiser: Any = None,
-) -> dict[str, Stored]:
+) -> dict[str, StoredTensor]:
     """What is read for each of the model's keys; its buffers get their values, ties are settled."""
-    found = incoming(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
-    untie(model, found.tensors)
+    found = map_checkpoint(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
+    untie_differing(model, found.tensors)
     fill_buffers(model, read_buffers(model, found.tensors))
     return dict(found.tensors)
 
 
-def _empty(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> ShardedModel:
+def _build_empty(
+    where: Group, model: nn.Module, debug: bool, **options: Unpack[Keywords]
+) -> ShardedModel:
     """One rank's model, whose parameters have memory, but no values yet."""
-    work, made = planned(where, model, **options)
-    return work.built(made, where, shards=empty_shards(model, made.plan, where))
+    compiler, compiled = compile_on_all_ranks(where, model, debug=debug, **options)
+    shards = allocate_shards(model, compiled.plan, where)
+    return compiler.build(compiled, where, shards=shards)
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def find_stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The dtype of the first tensor that holds fractions, as Transformers takes it."""
     floating = (t.dtype for t in checkpoint.tensors.values() if t.dtype.is_floating_point)
     return next((dtype for dtype in floating if dtype.itemsize > 1), torch.float32)

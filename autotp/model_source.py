@@ -22,18 +22,18 @@ from torch import nn
 from autotp.errors import PlanError
 
 __all__ = [
-    "config_fields",
-    "load",
+    "read_config_fields",
+    "load_model",
     "load_with_inputs",
-    "preset_names",
-    "presets_root",
-    "transformers_module",
+    "list_presets",
+    "find_presets",
+    "import_transformers",
 ]
 
 _SPECS: Final = "a directory with config.json, package.module:factory, or a preset"
 
 
-def presets_root() -> Path:
+def find_presets() -> Path:
     """The directory of the presets: in the package when installed, else in the checkout."""
     here = Path(__file__).resolve().parent
     for candidate in (here / "presets", here.parent / "examples" / "models"):
@@ -42,12 +42,12 @@ def presets_root() -> Path:
     raise PlanError(f"no presets found beside {here}. Reinstall autotp, or give {_SPECS}.")
 
 
-def preset_names() -> list[str]:
+def list_presets() -> list[str]:
     """The names of the presets, sorted."""
-    return sorted(path.parent.name for path in presets_root().glob("*/config.json"))
+    return sorted(path.parent.name for path in find_presets().glob("*/config.json"))
 
 
-def load(spec: object, *, device: str = "meta") -> nn.Module:
+def load_model(spec: object, *, device: str = "meta") -> nn.Module:
     """The module that `spec` names, on `device` if it is built here, in evaluation mode.
 
     Constraints:
@@ -62,22 +62,22 @@ def load_with_inputs(
 ) -> tuple[nn.Module, Mapping[str, Any] | None]:
     """The module that `spec` names, with the example inputs that its factory gave, if any."""
     if isinstance(spec, str) and ":" in spec and not Path(spec).is_dir():
-        return _from_factory(spec)
+        return _build_from_factory(spec)
     if isinstance(spec, nn.Module):
         return spec, None
     if isinstance(spec, Path) or (isinstance(spec, str) and Path(spec).is_dir()):
-        return _from_config(_read_config(Path(spec)), str(spec), device), None
+        return _build_from_config(_read_config(Path(spec)), str(spec), device), None
     if isinstance(spec, str):
-        return _from_config(_read_config(_preset(spec)), spec, device), None
+        return _build_from_config(_read_config(_find_preset(spec)), spec, device), None
     if hasattr(spec, "to_dict"):
-        return _from_config(spec, type(spec).__name__, device), None
+        return _build_from_config(spec, type(spec).__name__, device), None
     raise PlanError(f"model: {type(spec).__name__} names no model. Give a module, {_SPECS}.")
 
 
-def _preset(name: str) -> Path:
-    known = preset_names()
+def _find_preset(name: str) -> Path:
+    known = list_presets()
     if name in known:
-        return presets_root() / name
+        return find_presets() / name
     close = get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise PlanError(
@@ -86,13 +86,13 @@ def _preset(name: str) -> Path:
     )
 
 
-def transformers_module(name: str = "") -> Any:
+def import_transformers(name: str = "") -> Any:
     """transformers, or a module of it, e.g. `core_model_loading`; PlanError if not installed."""
     library = _transformers()
     return importlib.import_module(f"{library.__name__}.{name}") if name else library
 
 
-def config_fields(directory: Path) -> dict[str, Any]:
+def read_config_fields(directory: Path) -> dict[str, Any]:
     """The fields of the config.json in `directory`, checked for a clear message."""
     path = directory / "config.json"
     try:
@@ -106,17 +106,17 @@ def config_fields(directory: Path) -> dict[str, Any]:
         raise PlanError(
             f"{path}: {at}: {error.msg}. Restore the model's own config.json."
         ) from error
-    if reason := _fault(fields):
+    if reason := _find_fault(fields):
         raise PlanError(f"{path}: {reason}. Restore the model's own config.json.")
     return cast("dict[str, Any]", fields)
 
 
 def _read_config(directory: Path) -> Any:
     """The configuration in `directory`."""
-    return _parsed(directory / "config.json", config_fields(directory))
+    return _parse_config(directory / "config.json", read_config_fields(directory))
 
 
-def _fault(fields: object) -> str:
+def _find_fault(fields: object) -> str:
     """Why a configuration cannot be used; empty when it can."""
     if not isinstance(fields, dict):
         return f"expected an object, found {type(fields).__name__}"
@@ -131,7 +131,7 @@ def _fault(fields: object) -> str:
     return ""
 
 
-def _parsed(path: Path, fields: dict[str, Any]) -> Any:
+def _parse_config(path: Path, fields: dict[str, Any]) -> Any:
     kind = fields.pop("model_type")
     try:
         return _transformers().AutoConfig.for_model(kind, **fields)
@@ -143,7 +143,7 @@ def _parsed(path: Path, fields: dict[str, Any]) -> Any:
         ) from error
 
 
-def _from_config(config: Any, where: str, device: str) -> nn.Module:
+def _build_from_config(config: Any, where: str, device: str) -> nn.Module:
     names = getattr(config, "architectures", None) or []
     cls = getattr(_transformers(), names[0], None) if names else None
     if cls is None:
@@ -157,8 +157,8 @@ def _from_config(config: Any, where: str, device: str) -> nn.Module:
     return model.eval()
 
 
-def _from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
-    made = _factory(spec)()
+def _build_from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    made = _import_factory(spec)()
     parts = cast("tuple[object, ...]", made) if isinstance(made, tuple) else (made, None)
     if len(parts) != 2:
         raise PlanError(
@@ -174,7 +174,7 @@ def _from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]:
     return model, inputs
 
 
-def _factory(spec: str) -> Callable[[], object]:
+def _import_factory(spec: str) -> Callable[[], object]:
     module_name, _, name = spec.partition(":")
     if "" not in sys.path:
         # as `python -m` would: a factory usually lies in the working directory

@@ -10,7 +10,7 @@ from autotp.capture.capture import capture
 from autotp.oprules.rulebook import load
 from autotp.planner.analysis import Analysis, AxisPair, Matching
 from autotp.planner.match import match
-from autotp.planner.propagate import analyse
+from autotp.planner.propagate import propagate
 from tests import models
 
 
@@ -50,7 +50,7 @@ class Analysed:
 def analysed(model: nn.Module, inputs: dict[str, Any]) -> Analysed:
     """The analysis of one model."""
     program = capture(model, inputs)
-    found = analyse(program, [name for name, _ in model.named_parameters()], load())
+    found = propagate(program, [name for name, _ in model.named_parameters()], load())
     return Analysed(found, match(found, load()))
 
 

@@ -159,7 +159,7 @@ def case(
     """
     whole, drawn = HandMade().eval(), plan()
     inputs = {"x": torch.randn(2, 3, HIDDEN, generator=torch.Generator().manual_seed(1))}
-    program = _program(whole, inputs)
+    program = _program()
     models = [_rank(whole, drawn, program, rank, edit, shards) for rank in range(TP)]
     return Case(whole, models, inputs, drawn, trace(), program)
 
@@ -180,7 +180,13 @@ def _rank(
     graph = rank_graph()
     edit(graph)
     model = build_tree(
-        whole, tensors, plan=drawn, rank=rank, device=torch.device("cpu"), more=NoMore()
+        whole,
+        tensors,
+        plan=drawn,
+        group=Group("tp", TP, rank, torch.device("cpu")),
+        device=torch.device("cpu"),
+        source=whole,
+        capture_variant=capture_nothing,
     ).eval()
     flat = Flat(graph, {}, {node: node.name for node in graph.nodes})
     add_variant(model, model.key(x=torch.empty(0)), program, flat, drawn)
@@ -193,12 +199,11 @@ def _shard(record: ParameterRecord, whole: Tensor, rank: int) -> Tensor:
     return take(whole, record.dim, Split.decode(record.split), rank, TP).clone()
 
 
-def _program(whole: HandMade, inputs: dict[str, Tensor]) -> Program:
+def _program() -> Program:
     return Program(
         graph=whole_graph(),
         inputs=("x",),
         constants={},
-        in_spec=pytree.tree_structure(inputs),
         out_spec=pytree.tree_structure({"y": 0}),
         lifted={},
         tied={},
@@ -210,13 +215,6 @@ def _program(whole: HandMade, inputs: dict[str, Tensor]) -> Program:
     )
 
 
-class NoMore:
+def capture_nothing(sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
     """What is asked for no further graph."""
-
-    where = Group("tp", 1, 0, torch.device("cpu"))
-
-    def variant(self, sharded: ShardedModel, inputs: Mapping[str, Any]) -> None:
-        raise AssertionError(f"no further graph is to be made, for {list(inputs)}")
-
-    def part(self, path: str) -> tuple["NoMore", Plan]:
-        raise AssertionError(f"no part is to be called, {path}")
+    raise AssertionError(f"no further graph is to be made, for {list(inputs)}")

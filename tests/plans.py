@@ -3,12 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autotp.algebra.placement import REPLICATED, split
 from autotp.algebra.split import block
 from autotp.cost.collectives import dtype_bytes, memory_bytes, time_ps, wire_bytes
 from autotp.cost.machine import load_machine
 from autotp.oprules.rulebook import root
-from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan, Shard
+from autotp.records.plan import (
+    CollectiveRecord,
+    Pair,
+    ParameterRecord,
+    PlacementRecord,
+    Plan,
+    Shard,
+)
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 BATCH, SEQUENCE = 1, 4096
@@ -33,12 +39,23 @@ def parameter(
     if dim is None:
         shards = (Shard(whole, total, ()),) * tp
         return ParameterRecord(
-            name, layout, None, None, None, whole, DTYPE, total, (), shards, (REPLICATED,), reason
+            name,
+            layout,
+            None,
+            None,
+            None,
+            whole,
+            DTYPE,
+            total,
+            (),
+            shards,
+            (PlacementRecord("R"),),
+            reason,
         )
     cut = block(whole[dim])
     local = (*whole[:dim], cut.local_length(0, tp), *whole[dim + 1 :])
     shards = tuple(Shard(local, total // tp, tuple(cut.ranges(r, tp))) for r in range(tp))
-    placement = (split(dim, axis or ""),)
+    placement = (PlacementRecord("S", dim, axis or ""),)
     return ParameterRecord(
         name, layout, dim, axis, size, whole, DTYPE, total, cut.encode(), shards, placement
     )

@@ -19,15 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from autotp.compiler import Made, Work
-from autotp.options import Options
-from autotp.planner.formulate import Posed
+from autotp.compiler import CompiledVariant, ModelCompiler
+from autotp.options import read_request
+from autotp.planner.formulate import PlacementProblem
 from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.solver.problem import Edge, Problem, Variable
 from autotp.solver.solve import solve
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from tests.models import FAMILIES, HAND, HandShape, build
 
 __all__ = [
@@ -124,12 +124,12 @@ class Prepared:
 
     model: nn.Module
     inputs: Mapping[str, Any]
-    work: Work
-    posed: Posed
+    work: ModelCompiler
+    posed: PlacementProblem
 
 
 @cache
-def analysed(name: str, *, thirds: bool = False, layers: int = 2) -> Work:
+def analysed(name: str, *, thirds: bool = False, layers: int = 2) -> ModelCompiler:
     """The model called `name` in tests.models, captured and analysed once.
 
     - `thirds`: in sizes that 3 divides, and, where it can, with eager attention and labels.
@@ -141,7 +141,7 @@ def analysed(name: str, *, thirds: bool = False, layers: int = 2) -> Work:
     if thirds and name != HAND:
         inputs["labels"] = inputs.get("decoder_input_ids", inputs["input_ids"])
         inputs.pop("decoder_input_ids", None)
-    return Work(model, Options(example_inputs=inputs, training=False))
+    return ModelCompiler(model, read_request(example_inputs=inputs, training=False))
 
 
 def _sizes(name: str) -> Set[str]:
@@ -151,11 +151,11 @@ def _sizes(name: str) -> Set[str]:
     return {*FAMILIES[name][2], "vocab_size"}
 
 
-def prepared(work: Work, tp: int, *, training: bool) -> Prepared:
+def prepared(work: ModelCompiler, tp: int, *, training: bool) -> Prepared:
     """The placement problem of an analysed model, every conversion of the table open."""
     work = copy.copy(work)
     work.training = training
-    return Prepared(work.model, work.inputs, work, work.posed(tp, everything=True))
+    return Prepared(work.model, work.inputs, work, work.formulate(tp, everything=True))
 
 
 def random_problem(problem: Problem, seed: int) -> Problem:
@@ -184,13 +184,13 @@ def _two_levels(costs: NDArray[np.int64], time: NDArray[np.int64] | np.int64) ->
     return np.stack([costs[0], np.broadcast_to(time, costs[0].shape)])
 
 
-def made(prepared: Prepared, tp: int, seed: int) -> Made:
+def made(prepared: Prepared, tp: int, seed: int) -> CompiledVariant:
     """The random plan that `seed` draws, rewritten and checked."""
     problem = prepared.posed.problem
     found = solve(random_problem(problem, seed))
     cost = problem.cost(found.choice)
     solution = replace(found, cost=cost, bound=cost)
-    return prepared.work.made_of(prepared.posed, solution, tp, "tp")
+    return prepared.work.lower(prepared.posed, solution, tp, "tp")
 
 
 def outcome(prepared: Prepared, case: Case) -> Outcome:
@@ -205,12 +205,12 @@ def outcome(prepared: Prepared, case: Case) -> Outcome:
     return Outcome(case, evidence, _split_part(one), _conversions(one), own_loss=own)
 
 
-def proved(prepared: Prepared, one: Made, case: Case) -> Evidence:
+def proved(prepared: Prepared, one: CompiledVariant, case: Case) -> Evidence:
     """The evidence of a rewritten plan, in float64."""
     where = [Group("tp", case.tp, rank, torch.device("cpu")) for rank in range(case.tp)]
-    return prove(
+    return compare_ranks(
         prepared.model,
-        [prepared.work.built(one, group) for group in where],
+        [prepared.work.build(one, group) for group in where],
         prepared.inputs,
         one.plan,
         Trace(one.rewritten.values),
@@ -221,12 +221,12 @@ def proved(prepared: Prepared, one: Made, case: Case) -> Evidence:
     )
 
 
-def _split_part(one: Made) -> float:
+def _split_part(one: CompiledVariant) -> float:
     strategies = one.decision.strategies.values()
-    return sum(bool(s.axis) for s in strategies) / len(strategies)
+    return sum(bool(s.partition.parts) for s in strategies) / len(strategies)
 
 
-def _conversions(one: Made) -> Mapping[str, int]:
+def _conversions(one: CompiledVariant) -> Mapping[str, int]:
     names = (str(node.target) for node in one.rewritten.graph.nodes if node.op == "call_function")
     return Counter(n.split(".")[1] for n in names if n.startswith("autotp."))
 

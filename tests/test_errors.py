@@ -14,6 +14,7 @@ from autotp.cli.main import main
 from autotp.errors import AutotpError, CaptureError, PlanError, UnknownOpError
 from autotp.records.plan import Plan
 from tests.models import build
+from tests.toys import MLP
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def says(message: str, *parts: str) -> None:
 def test_tp_must_be_a_number_of_ranks(hand: Hand, call: Callable[..., object], tp: Any) -> None:
     message = message_of(PlanError, lambda: call(hand[0], tp, example_inputs=hand[1]))
 
-    says(message, "tp", repr(tp), "a whole number of ranks, 1 or more")
+    says(message, "tp", repr(tp), "must be the number of ranks, 1 or more")
 
 
 def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand) -> None:
@@ -280,15 +281,11 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-class Strange(nn.Module):
+class Strange(MLP):
     """Calls an op that no rule is about."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(twice(self.up(x)))
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return twice(x)
 
 
 @torch.library.custom_op("autotp_tests::shuffled", mutates_args=())
@@ -304,8 +301,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
 class Shuffled(Strange):
     """Calls an op whose results are not the same twice."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(shuffled(self.up(x)))
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return shuffled(x)
 
 
 STRANGE = {"x": torch.ones(2, 8)}
@@ -313,14 +310,14 @@ STRANGE = {"x": torch.ones(2, 8)}
 
 def test_an_op_without_a_rule_is_refused_when_strict() -> None:
     message = message_of(
-        UnknownOpError, lambda: autotp.plan(Strange(), 2, example_inputs=STRANGE, strict=True)
+        UnknownOpError, lambda: autotp.plan(Strange(8, 32), 2, example_inputs=STRANGE, strict=True)
     )
 
     says(message, "autotp_tests.twice", "has no rule, and strict=True", "Add a row to rules/aten/")
 
 
 def test_an_op_without_a_rule_that_cannot_be_tried_acts_whole_and_the_plan_says_so() -> None:
-    plan = autotp.plan(Shuffled(), 2, example_inputs=STRANGE)
+    plan = autotp.plan(Shuffled(8, 32), 2, example_inputs=STRANGE)
     why = "two runs on equal operands differ"
 
     assert (f"autotp_tests.shuffled.default at shuffled: {why}",) == plan.unruled
@@ -328,7 +325,7 @@ def test_an_op_without_a_rule_that_cannot_be_tried_acts_whole_and_the_plan_says_
 
 
 def test_a_module_without_a_config_is_asked_for_its_inputs() -> None:
-    message = message_of(PlanError, lambda: autotp.plan(Strange(), 2))
+    message = message_of(PlanError, lambda: autotp.plan(Strange(8, 32), 2))
 
     says(message, "Strange", "no config", "its forward takes 'x'", "Pass example_inputs=")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layering import violations
+from tests.layering import LARGEST_FOLDER, LINES, violations
 
 ROOT = Path(__file__).parents[1]
 
@@ -16,54 +16,48 @@ def test_the_house_keeps_its_laws() -> None:
 @pytest.mark.parametrize(
     ("where", "code", "seen"),
     [
-        ("autotp/cost/collectives.py", "import torch", "core imports torch"),
+        ("autotp/algebra/split.py", "import torch", "algebra imports torch"),
         (
-            "autotp/cost/collectives.py",
-            "from autotp import rulebook",
-            "core imports autotp.oprules.rulebook",
+            "autotp/algebra/split.py",
+            "from autotp.oprules import rulebook",
+            "algebra imports autotp.oprules, which is not below it",
         ),
         ("autotp/errors.py", "import autotp.records.plan", "errors imports autotp.records.plan"),
-        ("autotp/run/new.py", "from autotp.passes import solve", "run imports autotp.solver.solve"),
         (
-            "autotp/run/new.py",
-            "from autotp.report.units import x",
-            "run imports autotp.report.units",
-        ),
-        ("autotp/show/new.py", "import autotp.solver.solve", "show imports autotp.solver.solve"),
-        ("autotp/solver/solve.py", "import autotp.api", "passes imports autotp.api"),
-        (
-            "autotp/solver/solve.py",
-            "from autotp.planner.propagate import x",
-            "stage solve imports stage analyse",
+            "autotp/runtime/new.py",
+            "from autotp.oprules.rule import Row",
+            "runtime imports autotp.oprules.rule, which is not below it",
         ),
         (
-            "autotp/solver/solve.py",
-            "from autotp.passes import capture_inputs",
-            "stage solve imports stage capture",
+            "autotp/runtime/new.py",
+            "from autotp.planner import match",
+            "runtime imports autotp.planner",
         ),
+        ("autotp/report/new.py", "import autotp.planner.match", "report imports autotp.planner"),
+        ("autotp/solver/solve.py", "from autotp import api", "solver imports autotp.api"),
         (
-            "autotp/cost/collectives.py",
+            "autotp/algebra/split.py",
             "def f() -> None:\n    import json",
             "f imports json inside a function",
         ),
         (
-            "autotp/cost/collectives.py",
+            "autotp/algebra/split.py",
             "import importlib\ndef f() -> None:\n    importlib.import_module('torch')",
             "f imports torch when called",
         ),
-        ("autotp/core/utils.py", "X = 1", "a file called utils"),
-        ("autotp/new.py", "X = 1", "new has no place in the layers"),
-        ("autotp/cost/collectives.py", "class PlanManager: ...", "a class called PlanManager"),
-        ("autotp/cost/collectives.py", "KIND = 'llama'", "names a model family: llama"),
-        ("autotp/cost/collectives.py", "def is_gpt2() -> None: ...", "names a model family: gpt2"),
-        ("autotp/cost/collectives.py", "print('x')", "calls print"),
-        ("autotp/cost/collectives.py", "X = 1\n" * 400, "more than 400"),
+        ("autotp/algebra/utils.py", "X = 1", "a file called utils"),
+        ("autotp/new.py", "X = 1", "new is not among the rooms"),
+        ("autotp/algebra/split.py", "class PlanManager: ...", "a class called PlanManager"),
+        ("autotp/algebra/split.py", "KIND = 'llama'", "names a model family: llama"),
+        ("autotp/algebra/split.py", "def is_gpt2() -> None: ...", "names a model family: gpt2"),
+        ("autotp/algebra/split.py", "print('x')", "calls print"),
         ("rules/machines/h100.toml", "kind = 'Qwen2Model'", "names a model family: Qwen"),
+        ("autotp/algebra/__init__.py", "", "a package without a sentence"),
     ],
 )
 def test_a_planted_violation_is_seen(tmp_path: Path, where: str, code: str, seen: str) -> None:
     original, path = ROOT / where, tmp_path / where
-    before = original.read_text() if original.exists() else ""
+    before = original.read_text() if code and original.exists() else ""
     path.parent.mkdir(parents=True)
     path.write_text(f"{before}\n{code}\n")
 
@@ -75,3 +69,15 @@ def test_prose_may_name_a_family(tmp_path: Path) -> None:
     (tmp_path / "autotp" / "errors.py").write_text('"""As in Llama."""\n')
 
     assert [] == violations(tmp_path)
+
+
+def test_a_heap_of_files_and_a_package_that_grows_are_seen(tmp_path: Path) -> None:
+    folder = tmp_path / "autotp" / "algebra"
+    folder.mkdir(parents=True)
+    for number in range(LARGEST_FOLDER + 1):
+        (folder / f"m{number}.py").write_text('"""A module."""\n' * (LINES // LARGEST_FOLDER))
+
+    assert [
+        f"autotp/algebra: {LARGEST_FOLDER + 1} files, more than {LARGEST_FOLDER}",
+        f"autotp: {(LARGEST_FOLDER + 1) * (LINES // LARGEST_FOLDER)} lines, more than {LINES}",
+    ] == violations(tmp_path)

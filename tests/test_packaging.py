@@ -1,5 +1,6 @@
 """The project as a package: what a wheel holds, and that the documents and the files agree."""
 
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
@@ -62,29 +64,45 @@ def _answer(site: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
-    code = (
-        "from autotp.oprules import rulebook; "
-        "print(rulebook.root(), len(rulebook.load().rows) > 40)"
-    )
+@pytest.fixture(scope="module")
+def answers(installed: Path) -> dict[str, str]:
+    """What one process says in which only the wheel's own files can be found, and no extra."""
+    code = """
+import json, sys
+sys.modules['transformers'] = None
+import autotp
+from autotp.cost.machine import machine_names
+from autotp.model_source import preset_names, presets_root
+from autotp.oprules import rulebook
+print(json.dumps({
+    'plan': autotp.plan.__name__,
+    'rules': f'{rulebook.root()} {len(rulebook.load().rows) > 40}',
+    'machines': ' '.join(machine_names(rulebook.root())),
+    'presets': ' '.join([str(presets_root()), *preset_names()]),
+}))
+"""
+    found: dict[str, str] = json.loads(_answer(installed, code))
+    return found
 
-    assert f"{installed}/autotp/rules True" == _answer(installed, code)
+
+def test_an_installed_wheel_finds_its_rules(installed: Path, answers: dict[str, str]) -> None:
+    assert f"{installed}/autotp/rules True" == answers["rules"]
 
 
-def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
-    code = "from autotp.oprules import rulebook; from autotp.cost.machine import machine_names; "
-    code += "print(*machine_names(rulebook.root()))"
+def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
+    code = "from autotp.cli.main import main; main(['rules', 'check', '--op', 'aten.mm.default'])"
 
-    assert "gloo h100" == _answer(installed, code)
+    assert "1 rows: 1 right, 0 wrong, 0 untested" in _answer(installed, code)
 
 
-def test_an_installed_wheel_finds_its_presets(installed: Path) -> None:
-    code = "from autotp.model_source import presets_root, preset_names; "
-    code += "print(presets_root(), *preset_names())"
+def test_an_installed_wheel_finds_its_machines(answers: dict[str, str]) -> None:
+    assert "gloo h100" == answers["machines"]
 
-    assert f"{installed}/autotp/presets gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b" == _answer(
-        installed, code
-    )
+
+def test_an_installed_wheel_finds_its_presets(installed: Path, answers: dict[str, str]) -> None:
+    presets = "gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b"
+
+    assert f"{installed}/autotp/presets {presets}" == answers["presets"]
 
 
 def test_an_installed_wheel_has_its_command(installed: Path) -> None:
@@ -93,12 +111,8 @@ def test_an_installed_wheel_has_its_command(installed: Path) -> None:
     assert "autotp = autotp.cli.main:main" in entry_points.read_text()
 
 
-def test_autotp_is_imported_without_transformers(installed: Path) -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None; import autotp; print(autotp.plan.__name__)"
-    )
-
-    assert "plan" == _answer(installed, code)
+def test_autotp_is_imported_without_transformers(answers: dict[str, str]) -> None:
+    assert "plan" == answers["plan"]
 
 
 def test_a_wheel_holds_the_package_alone(installed: Path) -> None:
@@ -126,6 +140,27 @@ def test_the_command_of_the_readme_runs_a_script_that_exists() -> None:
     assert (ROOT / command[1]).is_file()
 
 
+def test_the_changelog_and_the_citation_have_the_version_and_its_date() -> None:
+    changelog = (ROOT / "docs" / "changelog.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[(\d\S*)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+    assert newest
+    assert (PROJECT["version"], citation["date-released"]) == newest.groups()
+    assert PROJECT["version"] == citation["version"]
+    assert PROJECT["license"] == citation["license"]
+
+
+def test_the_project_has_one_address() -> None:
+    urls = PROJECT["urls"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    site = yaml.safe_load((ROOT / "docs" / "site" / "mkdocs.yml").read_text(encoding="utf-8"))
+
+    assert urls["Homepage"] == citation["repository-code"] == site["repo_url"]
+    assert urls["Documentation"] == citation["url"] == site["site_url"]
+    assert all(urls[name].startswith(f"{urls['Homepage']}/") for name in ("Changelog", "Issues"))
+
+
 def test_constraints_satisfy_the_lower_bounds() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {r.name: r.specifier for r in map(Requirement, lines[1:])}
@@ -142,7 +177,7 @@ def test_constraints_satisfy_the_lower_bounds() -> None:
 
 def test_the_top_level_is_as_agreed() -> None:
     agreed = {"pyproject.toml", "README.md", "autotp", "rules", "examples", "tests", "docs"}
-    agreed |= {"LICENSE", "constraints.txt"}
+    agreed |= {"LICENSE", "constraints.txt", "CITATION.cff"}
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.split("\n")

@@ -313,6 +313,16 @@ class Forest:
         leaves = {leaf.name for dim in dims for leaf in self.leaves(dim)}
         return partition.among(leaves)
 
+    def grouped_rows(self, partition: Partition) -> Atom | None:
+        """The axis of grouped rows that `partition` has; None if it has none."""
+        axes = (self.named(name) for name in partition.axes)
+        return next((axis for axis in axes if axis.groups), None)
+
+    def row_groups(self, partition: Partition) -> Groups | None:
+        """How the rows of `partition` are grouped; None if it has no grouped rows."""
+        rows = self.grouped_rows(partition)
+        return rows.groups if rows else None
+
     def padding(self, partition: Partition, tp: int) -> Fraction:
         """The longest of `tp` parts of a partition times their number, over the whole."""
         ratio = Fraction(1)

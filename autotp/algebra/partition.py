@@ -11,10 +11,10 @@ A value is cut along those of the axes that it has, so its own partition is a re
 
 from collections.abc import Container
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, total_ordering
 from typing import NamedTuple
 
-__all__ = ["Offers", "Part", "Partition"]
+__all__ = ["UNCUT", "Offers", "Part", "Partition"]
 
 
 class Part(NamedTuple):
@@ -29,11 +29,16 @@ class Part(NamedTuple):
         return f"{self.axis}/{self.parts}:{self.stride}" if self.parts else self.axis
 
 
+@total_ordering
 @dataclass(frozen=True)
 class Partition:
-    """Parts of several axes, in a fixed order."""
+    """Parts of several axes, in a fixed order; partitions are sorted by their notation."""
 
     parts: tuple[Part, ...]
+
+    def __lt__(self, other: "Partition") -> bool:
+        """Whether the notation of `self` comes first."""
+        return str(self) < str(other)
 
     def __str__(self) -> str:
         """The notation, e.g. `a17/2:4+a18/4:1`."""
@@ -57,19 +62,9 @@ class Partition:
         """What is left without `axes`."""
         return Partition(tuple(p for p in self.parts if p.axis not in axes))
 
-    @staticmethod
-    def of(text: str) -> "Partition":
-        """The partition that `str` gives as `text`."""
-        return _parsed(text)
 
-
-@lru_cache(maxsize=4096)
-def _parsed(text: str) -> Partition:
-    parts: list[Part] = []
-    for item in text.split("+") if text else ():
-        axis, _, numbers = item.partition("/")
-        parts.append(Part(axis, *(int(n) for n in numbers.split(":"))) if numbers else Part(axis))
-    return Partition(tuple(parts))
+UNCUT = Partition(())
+"""The partition of a value that is not split."""
 
 
 @dataclass(frozen=True, slots=True)

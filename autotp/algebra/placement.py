@@ -12,24 +12,35 @@ A placement says what each rank holds of a value *and* of its gradient:
     G    grouped rows: along `dim` a rank's own rows, those of its groups, come first; the rows
          after them mean nothing, and neither do their gradients; the size is that of the whole
 
-Without gradients R~ equals R, and S~ equals S. A placement names dim *and* axis: a `[hidden,
-hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. What is cut
-may be more than one axis: `axis` is a `algebra.partition.Partition` as text, nearly always of one.
-Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value keeps
-its full size.
+Without gradients R~ equals R, and S~ equals S. A placement names dim *and* partition: a `[hidden,
+hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. A partition
+nearly always has one axis, but may have several.
+Which rows belong to a rank is known only at run time (`algebra.grouped_rows`), so such a value
+keeps its full size.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from autotp.algebra.partition import UNCUT, Part, Partition
+
 __all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
     "CONVERSIONS",
+    "CONVERSION_OPS",
+    "FUNCTIONAL",
+    "IDENTITY",
     "PARTIAL",
     "REPLICATED",
     "SHARED",
+    "SUMS",
+    "Collective",
     "Conversion",
     "Kind",
     "Placement",
+    "Primitive",
     "split",
 ]
 
@@ -41,12 +52,12 @@ class Placement:
     """The placement of one value over one (sub-)group.
 
     Constraints:
-    - `dim` and `axis` are set exactly when the value is split or its rows are grouped.
+    - `dim` and `partition` are set exactly when the value is split or its rows are grouped.
     """
 
     kind: Kind
     dim: int = -1
-    axis: str = ""
+    partition: Partition = UNCUT
 
     @property
     def is_split(self) -> bool:
@@ -60,7 +71,7 @@ class Placement:
 
     def __str__(self) -> str:
         """The notation of the documentation, e.g. `S(0, heads)`."""
-        return f"{self.kind}({self.dim}, {self.axis})" if self.axis else self.kind
+        return f"{self.kind}({self.dim}, {self.partition})" if self.partition.parts else self.kind
 
 
 REPLICATED = Placement("R")
@@ -69,26 +80,66 @@ PARTIAL = Placement("P")
 
 
 def split(dim: int, axis: str) -> Placement:
-    """The placement `S(dim, axis)`."""
-    return Placement("S", dim, axis)
+    """The placement `S(dim, axis)`: one part of the axis per rank."""
+    return Placement("S", dim, Partition((Part(axis),)))
 
 
-Primitive: TypeAlias = Literal[
-    "identity",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "slice",
-    "pad",
-    "keep_first",
-    "slice_first",
-    "pad_reduce",
-    "rows_first",
-    "rows_back",
-    "rows_back_reduce",
-    "reduce_rows_first",
-]
+Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+
+SUMS: frozenset[Collective] = frozenset({"all_reduce", "reduce_scatter"})
+"""Collectives that add, in the dtype that `reduce_dtype` requests."""
+
+FUNCTIONAL: Mapping[str, Collective] = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+"""The collectives by the names of torch's functional ops."""
+
+
+@dataclass(frozen=True, slots=True)
+class Primitive:
+    """What a conversion runs in one direction: one tensor of each rank to one tensor of each.
+
+    - `before`, `after`: what each rank does alone, before and after the `collective`.
+    - `arguments`: the names of what it takes besides its tensor and the group.
+    - `aliases`: whether its result may share memory with its tensor.
+    """
+
+    before: str = ""
+    collective: Collective | None = None
+    after: str = ""
+    arguments: tuple[str, ...] = ()
+    aliases: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether it adds what the ranks have."""
+        return self.collective in SUMS
+
+    def __str__(self) -> str:
+        """Its steps, e.g. `pad + all_reduce`."""
+        return " + ".join(filter(None, (self.before, self.collective, self.after)))
+
+
+_SPLIT = ("dim", "split")
+_ROWS = ("bounds", "dim")
+
+IDENTITY = Primitive("identity", aliases=True)
+ALL_REDUCE = Primitive(collective="all_reduce")
+ALL_GATHER = Primitive(collective="all_gather", arguments=_SPLIT)
+_REDUCE_SCATTER = Primitive(collective="reduce_scatter", arguments=_SPLIT)
+_ALL_TO_ALL = Primitive(collective="all_to_all", arguments=(*_SPLIT, "to_dim", "to_split"))
+_KEEP_FIRST = Primitive("keep_first", aliases=True)
+_SLICE = Primitive("slice", arguments=_SPLIT, aliases=True)
+_PAD = Primitive("pad", arguments=_SPLIT)
+_SLICE_FIRST = Primitive("slice_first", arguments=_SPLIT)
+_PAD_REDUCE = Primitive("pad", "all_reduce", arguments=_SPLIT)
+_ROWS_FIRST = Primitive("rows_first", arguments=_ROWS)
+_ROWS_BACK = Primitive("rows_back", arguments=_ROWS)
+_ROWS_BACK_REDUCE = Primitive("rows_back", "all_reduce", arguments=_ROWS)
+_REDUCE_ROWS_FIRST = Primitive("", "all_reduce", "rows_first", arguments=_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +148,51 @@ class Conversion:
 
     `op` is the name in the `torch.ops.autotp` namespace; `forward` and `backward` are primitives:
     slice takes this rank's part, pad puts it back among zeros, keep_first keeps the value on rank 0
-    and zero elsewhere, slice_first does both for what is held in copies, pad_reduce is pad and then
-    an all-reduce. rows_first moves this rank's own rows to the front, rows_back back to where they
-    were; zero elsewhere. rows_back_reduce and reduce_rows_first do so with an all-reduce.
+    and zero elsewhere, slice_first does both for what is held in copies. rows_first moves this
+    rank's own rows to the front, rows_back back to where they were; zero elsewhere.
+
+    Constraints: both primitives take the same arguments.
     """
 
     op: str
     forward: Primitive
     backward: Primitive
 
+    @property
+    def sums(self) -> bool:
+        """Whether it adds what the ranks have, forward or backward."""
+        return self.forward.sums or self.backward.sums
+
+    def reversed(self) -> "Conversion":
+        """The backward pass as a conversion."""
+        return Conversion(self.op, self.backward, self.forward)
+
 
 CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
-    ("R", "R~"): Conversion("copy", "identity", "all_reduce"),
-    ("R", "P"): Conversion("keep_first", "keep_first", "identity"),
-    ("R", "S"): Conversion("scatter", "slice", "all_gather"),
-    ("R~", "R"): Conversion("first_gradient", "identity", "keep_first"),
-    ("R~", "S"): Conversion("scatter_partial", "slice", "pad"),
-    ("P", "R"): Conversion("reduce", "all_reduce", "identity"),
-    ("P", "R~"): Conversion("reduce_copy", "all_reduce", "all_reduce"),
-    ("P", "S"): Conversion("reduce_scatter", "reduce_scatter", "all_gather"),
-    ("S", "R"): Conversion("gather", "all_gather", "slice"),
-    ("S", "R~"): Conversion("gather_copy", "all_gather", "reduce_scatter"),
-    ("S", "S"): Conversion("exchange", "all_to_all", "all_to_all"),
-    ("R", "S~"): Conversion("scatter_copies", "slice", "pad_reduce"),
-    ("R~", "S~"): Conversion("scatter_partial", "slice", "pad"),
-    ("S~", "R"): Conversion("gather_copies", "all_gather", "slice_first"),
-    ("R", "G"): Conversion("own_rows", "rows_first", "rows_back_reduce"),
-    ("R~", "G"): Conversion("own_rows_partial", "rows_first", "rows_back"),
-    ("G", "P"): Conversion("rows_in_place", "rows_back", "rows_first"),
-    ("G", "R"): Conversion("reduce_rows", "rows_back_reduce", "rows_first"),
-    ("G", "R~"): Conversion("reduce_rows_copy", "rows_back_reduce", "reduce_rows_first"),
+    ("R", "R~"): Conversion("copy", IDENTITY, ALL_REDUCE),
+    ("R", "P"): Conversion("keep_first", _KEEP_FIRST, IDENTITY),
+    ("R", "S"): Conversion("scatter", _SLICE, ALL_GATHER),
+    ("R~", "R"): Conversion("first_gradient", IDENTITY, _KEEP_FIRST),
+    ("R~", "S"): Conversion("scatter_partial", _SLICE, _PAD),
+    ("P", "R"): Conversion("reduce", ALL_REDUCE, IDENTITY),
+    ("P", "R~"): Conversion("reduce_copy", ALL_REDUCE, ALL_REDUCE),
+    ("P", "S"): Conversion("reduce_scatter", _REDUCE_SCATTER, ALL_GATHER),
+    ("S", "R"): Conversion("gather", ALL_GATHER, _SLICE),
+    ("S", "R~"): Conversion("gather_copy", ALL_GATHER, _REDUCE_SCATTER),
+    ("S", "S"): Conversion("exchange", _ALL_TO_ALL, _ALL_TO_ALL),
+    ("R", "S~"): Conversion("scatter_copies", _SLICE, _PAD_REDUCE),
+    ("R~", "S~"): Conversion("scatter_partial", _SLICE, _PAD),
+    ("S~", "R"): Conversion("gather_copies", ALL_GATHER, _SLICE_FIRST),
+    ("R", "G"): Conversion("own_rows", _ROWS_FIRST, _ROWS_BACK_REDUCE),
+    ("R~", "G"): Conversion("own_rows_partial", _ROWS_FIRST, _ROWS_BACK),
+    ("G", "P"): Conversion("rows_in_place", _ROWS_BACK, _ROWS_FIRST),
+    ("G", "R"): Conversion("reduce_rows", _ROWS_BACK_REDUCE, _ROWS_FIRST),
+    ("G", "R~"): Conversion("reduce_rows_copy", _ROWS_BACK_REDUCE, _REDUCE_ROWS_FIRST),
 }
 """Every legal change of placement, by kinds (forward / backward). Absent pairs are forbidden:
 S to P would be padding with zeros, which a solver exploits; R to P serves biases, and values
 computed from parameters alone. G to P is what the rows of grouped products are for: they are added
 where they go, by one rank each."""
+
+CONVERSION_OPS = {conversion.op: conversion for conversion in CONVERSIONS.values()}
+"""Each conversion by the name of its op."""

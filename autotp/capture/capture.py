@@ -8,7 +8,6 @@ asserts of values stays in the graph.
 
 import inspect
 import logging
-import os
 import re
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,7 +21,6 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState, cached, caches_in, stated
-from autotp.capture.cached_forward import cache_outputs, learn, own_states, tie_lengths, unbranched
 from autotp.capture.clean import clean, retarget
 from autotp.capture.exported_graph import decomposed, flat_graph, mutated
 from autotp.capture.failure import explained, quiet, short
@@ -38,6 +36,13 @@ from autotp.capture.inputs import (
 from autotp.capture.program import Carried, Guard, Program, broken, named_leaves
 from autotp.capture.repairs.attributes import restored, stateless
 from autotp.capture.repairs.branches import Branch, branches, semantic_guards
+from autotp.capture.repairs.cached_forward import (
+    cache_outputs,
+    learn,
+    own_states,
+    tie_lengths,
+    unbranched,
+)
 from autotp.capture.repairs.functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.capture.repairs.hooks import backward_hooks_refused, baked_hooks
 from autotp.capture.repairs.opaque import Applied
@@ -53,7 +58,6 @@ FREEDOMS = (
     frozenset({"sequence", "decoder", "past", "kept"}),
     frozenset[str](),
 )
-TORCH = os.path.dirname(torch.__file__)
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 
@@ -89,7 +93,6 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         graph=graph,
         inputs=tuple(axes),
         constants={n: v for n, v in named_leaves(given).items() if n not in axes},
-        in_spec=pytree.tree_structure(given),
         out_spec=out_spec,
         lifted=lifted,
         tied=_aliases(model.named_parameters(remove_duplicate=False)),
@@ -371,12 +374,7 @@ def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 def _guards(exported: ExportedProgram) -> tuple[Guard, ...]:
     """What the model's code assumed of sizes, without the ranges that come from tracing at ≥ 2."""
-    return tuple(Guard(code, _first_name(code)) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
-
-
-def _first_name(code: str) -> str:
-    found = re.search(r"L\['([^']+)'\]", code)
-    return found.group(1) if found else ""
+    return tuple(Guard(code) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
 
 
 def _fixed(
@@ -391,7 +389,7 @@ def _fixed(
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
                 if isinstance(value, CacheState) and value.is_known:  # ranks may hold parts of it
                     dims |= set(range(leaf.dim())) - {*axes[leaf_name]}
-                yield from (Guard(code, name) for code in _form(where, leaf, dims))
+                yield from map(Guard, _form(where, leaf, dims))
 
 
 def _form(where: str, tensor: torch.Tensor, free: set[int]) -> list[str]:

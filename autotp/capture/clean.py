@@ -26,9 +26,16 @@ DROPOUTS = (
 DEFINED: Mapping[object, Any] = {
     aten.empty.memory_format: aten.zeros.default,
     aten.empty_like.default: aten.zeros_like.default,
-    aten.new_empty.default: aten.new_zeros.default,
 }
 """What holds whatever was in memory, and what stands for it: no two runs would compare."""
+
+FACTORIES: Mapping[object, Any] = {
+    aten.new_empty.default: aten.zeros.default,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+"""Factories that read the dtype and device of a tensor, and those that are given both."""
 
 
 def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
@@ -60,7 +67,7 @@ def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyT
 
 
 def _unfold(graph: fx.Graph) -> None:
-    """Writes ops that only bring others to their shape as what they do."""
+    """Writes ops that only bring others to a shape, dtype or device as what they do."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         _unfold_copy(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
@@ -69,6 +76,11 @@ def _unfold(graph: fx.Graph) -> None:
         _drop_empty(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.view_as.default):
         node.target = aten.reshape_as.default  # a shard may have strides that no view allows
+    for node in graph.nodes:
+        if node.target in (aten.type_as.default, aten.to.other):
+            _unfold_conversion(node)
+        elif node.target in FACTORIES:
+            _unfold_factory(node)
 
 
 def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
@@ -82,6 +94,20 @@ def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
     same = _shape(typed) == _shape(node)
     node.replace_all_uses_with(typed if same else wide)
     graph.erase_node(node)
+
+
+def _unfold_conversion(node: fx.Node) -> None:
+    """`type_as(x, y)` and `to(x, y)` become `to(x, device, dtype)`: no value of `y` is read."""
+    source, result = cast(fx.Node, node.args[0]), node.meta["val"]
+    node.target = aten.to.device
+    node.args = (source, result.device, result.dtype, *node.args[2:])
+
+
+def _unfold_factory(node: fx.Node) -> None:
+    """`new_zeros(x, size)` becomes `zeros(size)` with a dtype and a device: `x` is not read."""
+    result = node.meta["val"]
+    node.target, node.args = FACTORIES[node.target], node.args[1:]
+    node.kwargs = {**node.kwargs, "dtype": result.dtype, "device": result.device}
 
 
 def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> None:
@@ -222,9 +248,7 @@ DOES_NOTHING: dict[object, Callable[[fx.Node], bool]] = {
     aten.to.dtype: _is_same_type,
     aten.to.dtype_layout: _is_same_type,
     aten.to.device: _is_same_type,
-    aten.to.other: _is_same_type,
     aten._to_copy.default: _is_same_type,
-    aten.type_as.default: _is_same_type,
     aten.alias.default: _always,
     aten.lift_fresh_copy.default: _always,
     aten.lift_fresh.default: _always,

@@ -7,7 +7,6 @@ inlined.
 
 import hashlib
 import operator
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from autotp.capture.clean import drops_nothing
+from autotp.capture.graph_facts import TORCH, source_line
 from autotp.errors import CaptureError
 
 __all__ = ["constant_name", "decomposed", "flat_graph", "mutated"]
@@ -26,7 +26,6 @@ __all__ = ["constant_name", "decomposed", "flat_graph", "mutated"]
 KEPT_META = ("val", "nn_module_stack", "stack_trace")
 WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-TORCH = os.path.dirname(torch.__file__)
 NATIVE_DROPOUT = torch.ops.aten.native_dropout.default  # how torch's functional form spells dropout
 STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 PLAIN_OUTPUTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
@@ -246,10 +245,10 @@ class _Later:
 
 
 def _region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
-    traces = [str(n.meta.get("stack_trace", "")) for m in modules for n in m.graph.nodes]
-    lines = [line.strip() for trace in traces for line in trace.splitlines() if "File" in line]
-    own = [line for line in lines if TORCH not in line] or ["no source line known"]
+    lines = [source_line(n) for module in modules for n in module.graph.nodes]
+    own = [line for line in lines if line and not line.file.startswith(TORCH)]
+    where = own[-1] if own else "no source line known"
     return (
-        f"{node.name} ({own[-1]}): the forward contains {node.target}, a region that one flat "
+        f"{node.name} ({where}): the forward contains {node.target}, a region that one flat "
         "graph cannot hold. Take autocast and control flow on tensor values out of the forward."
     )

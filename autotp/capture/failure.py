@@ -8,12 +8,12 @@ import traceback
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, redirect_stderr
 
-import torch
 from torch import nn
+
+from autotp.capture.graph_facts import TORCH
 
 __all__ = ["explained", "quiet", "short"]
 
-TORCH = os.path.dirname(torch.__file__)
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 

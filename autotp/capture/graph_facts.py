@@ -1,23 +1,55 @@
-"""What an FX graph says of its nodes: which tensors a node makes, which value it stands for, and
-where in the model it comes from.
-"""
+"""What an FX graph says of its nodes: tensors they make, modules and source lines they are from."""
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
-__all__ = ["Value", "op_name", "results_of", "source_of", "whereabouts"]
+__all__ = [
+    "TORCH",
+    "SourceLine",
+    "Value",
+    "module_path",
+    "module_paths",
+    "op_name",
+    "results_of",
+    "source_line",
+    "source_of",
+    "whereabouts",
+]
 
-_LIBRARY = str(PurePath(str(torch.__file__)).parent)
-_CODE_LINE = re.compile(r'File "([^"]+)", line (\d+), in .*\n\s*(\S.*)')
+TORCH: Final = os.path.dirname(torch.__file__) + os.sep
+"""The folder with torch's own code."""
+
+_CALL = re.compile(r"@\d+")
+_NO_STACK = "_empty_nn_module_stack_from_metadata_hook"
+# not the generated code of a graph inside, whose name is another in each process
+_FRAME = re.compile(r'File "([^"<]+)", line (\d+), in .*(?:\n +(?!File ")(\S.*))?')
 
 Value: TypeAlias = tuple[fx.Node, int]
 """A tensor: the node that makes it and which of its results it is."""
+
+
+class SourceLine(NamedTuple):
+    """A line of source code."""
+
+    file: str
+    number: int
+    code: str
+
+    @property
+    def place(self) -> str:
+        """File and line, e.g. `mlp.py:9`."""
+        return f"{PurePath(self.file).name}:{self.number}"
+
+    def __str__(self) -> str:
+        """With the code, e.g. ``mlp.py:9: `return self.down(x)` ``."""
+        return f"{self.place}: `{self.code}`" if self.code else self.place
 
 
 def source_of(node: fx.Node) -> Value:
@@ -41,8 +73,36 @@ def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
 
 
 def op_name(target: object) -> str:
-    """The name of an op without its overload, e.g. `autotp::copy`; empty for what is not one."""
+    """The name of an op without its overload, e.g. `aten::linear`; empty for other targets."""
     return target.name().split(".")[0] if isinstance(target, OpOverload) else ""
+
+
+def module_paths(node: fx.Node) -> list[str]:
+    """The paths of the modules in which `node` was made, outermost first; empty if none is known.
+
+    Example: `["", "model", "model.layers.0", "model.layers.0.mlp"]`.
+    """
+    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
+    return [_CALL.sub("", path) for key, (path, _) in stack.items() if key != _NO_STACK]
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module in which `node` was made; empty for the root, or if none is
+    known.
+
+    Example: `model.layers.0.mlp`.
+    """
+    return next(reversed(module_paths(node)), "")
+
+
+def source_line(node: fx.Node) -> SourceLine | None:
+    """The line of the model's code that made `node`; of torch's if there is no other.
+
+    Example: `SourceLine("/models/mlp.py", 9, "return self.down(x)")`.
+    """
+    frames = cast("list[tuple[str, str, str]]", _FRAME.findall(node.meta.get("stack_trace") or ""))
+    own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
+    return SourceLine(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
 
 
 def whereabouts(node: fx.Node, flat: str = "") -> str:
@@ -52,15 +112,7 @@ def whereabouts(node: fx.Node, flat: str = "") -> str:
     name in the flat graph, `flat`, is another, that stands in front.
     """
     op = op_name(node.target).replace("::", ".") or str(node.target)
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    path = next((str(entry[0]) for entry in reversed(list(stack.values()))), "")
-    source = _source_line(node.meta.get("stack_trace") or "")
+    path, line = module_path(node), source_line(node)
+    source = f" ({line})" if line else ""
     name = node.name if flat in ("", node.name) else f"{flat} ({node.name})"
     return f"{name} = {op}{f' at {path}' if path else ''}{source}"
-
-
-def _source_line(trace: str) -> str:
-    """The last line of the model's own code, of a library's if there is no other."""
-    lines: list[tuple[str, str, str]] = _CODE_LINE.findall(trace)
-    own = [line for line in lines if _LIBRARY not in line[0]] or lines
-    return f" ({PurePath(own[-1][0]).name}:{own[-1][1]}: `{own[-1][2]}`)" if own else ""

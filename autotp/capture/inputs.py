@@ -16,10 +16,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
-from autotp.capture.program import KEPT, WORDS, named_leaves
+from autotp.capture.program import KEPT, WORDS, Program, broken_guard, named_leaves
 from autotp.errors import CaptureError, PlanError
 
-__all__ = ["Axes", "accepted", "data_axes", "example_inputs", "positions", "traced_at"]
+__all__ = ["Axes", "accepted", "data_axes", "example_inputs", "made_up", "positions", "traced_at"]
 
 LONGEST_EXAMPLE = 4096  # tokens: longer contexts change no decision, only the price
 BATCH_SIZES = (3, 2)
@@ -370,3 +370,36 @@ def _config(model: nn.Module) -> object:
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+SHORT, LONGER = 8, 12
+
+
+def made_up(
+    model: nn.Module, training: bool, captured: Callable[[Mapping[str, Any]], Program]
+) -> tuple[Mapping[str, Any], Program]:
+    """Inputs to price a plan with, and the program that `captured` makes of them.
+
+    They are the longest that the model takes (at most 4096), or short where the graph grows with
+    each word. Raises as `example_inputs` and `captured` do.
+    """
+    longest = example_inputs(model, training)
+    if (positions(model) or LONGER) < LONGER or not _longer(longest, SHORT):
+        return longest, captured(longest)
+    short, longer = (example_inputs(model, training, sequence=n) for n in (SHORT, LONGER))
+    program = captured(short)
+    if program.dynamic and broken_guard(program, longest) is None:
+        return longest, program
+    if not program.dynamic and _ops(captured(longer)) - _ops(program) >= LONGER - SHORT:
+        return short, program
+    return longest, captured(longest)
+
+
+def _longer(inputs: Mapping[str, Any], length: int) -> bool:
+    """Whether there are words, and more than `length` of them."""
+    words = inputs.get("input_ids")
+    return isinstance(words, torch.Tensor) and words.shape[1] > length
+
+
+def _ops(program: Program) -> int:
+    return len(program.graph.nodes)

@@ -39,11 +39,10 @@ WORDS: Final = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inpu
 class Guard:
     """A condition on the inputs under which the graph is the model's; a Python expression over `L`.
 
-    Example: `Guard("L['attention_mask'].size()[1] == L['input_ids'].size()[1]", "attention_mask")`.
+    Example: `Guard("L['attention_mask'].size()[1] == L['input_ids'].size()[1]")`.
     """
 
     expression: str
-    input_name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +65,6 @@ class Program:
       nested input (a tuple of tensors) appears once a leaf, as `name.0`, `name.1`.
     - `constants`: the non-tensor inputs that were given (`use_cache=False`), by leaf name; they are
       baked into the graph.
-    - `in_spec`: flattens the mapping of all inputs given, in the order of the forward's signature;
-      its leaves are named by `named_leaves`.
     - `out_spec`: rebuilds the model's own output from the graph's flat tuple.
     - `lifted`: tensors that the forward made as constants, by their `get_attr` name
       (`_const_<hash>`); of a model on the meta device they have no values.
@@ -83,7 +80,6 @@ class Program:
     graph: fx.Graph
     inputs: tuple[str, ...]
     constants: Mapping[str, Any]
-    in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     lifted: Mapping[str, torch.Tensor]
     tied: Mapping[str, str]

@@ -1,0 +1,1 @@
+"""Disk to the tensors of one rank, and back."""

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from autotp.capture.source_model import meta_attributes
 from autotp.errors import PlanError, WeightsError
-from autotp.model_source import config_fields, transformers_module
+from autotp.model_source import import_transformers, read_config_fields
 
-__all__ = ["fill_buffers", "hollow", "hollow_parameters"]
+__all__ = ["fill_buffers", "build_empty_model", "set_meta_dtypes"]
 
 _DONE: Final = "_is_hf_initialized"  # how Transformers marks what its initialisation must leave
 
 
-def hollow(
+def build_empty_model(
     directory: Path,
     *,
     dtype: torch.dtype | str | None = None,
@@ -38,21 +38,21 @@ def hollow(
 
     Raises PlanError for a configuration that names no class.
     """
-    fields = config_fields(directory)
-    config = _config(directory, fields, trust_remote_code, revision)
+    fields = read_config_fields(directory)
+    config = _load_config(directory, fields, trust_remote_code, revision)
     for part in (config, config.get_text_config()):  # weights are read as plain ones, or not at all
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    cls = _class_of(directory, fields, trust_remote_code, revision)
-    chosen = _dtype(dtype, config, otherwise)
+    cls = _find_class(directory, fields, trust_remote_code, revision)
+    chosen = _choose_dtype(dtype, config, otherwise)
     options: dict[str, Any] = {"dtype": chosen}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    model = _built(directory, cls, config, options)
+    model = _build_on_meta(directory, cls, config, options)
     config.name_or_path = str(directory)
-    _keep_precise(model, chosen)
-    _take_generation_config(cast("Any", model), directory)
-    _refuse_attributes(model)
+    _keep_float32_parameters(model, chosen)
+    _load_generation_config(cast("Any", model), directory)
+    _refuse_tensor_attributes(model)
     return model.eval()
 
 
@@ -67,10 +67,10 @@ def fill_buffers(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
     for name, buffer in list(model.named_buffers()):
         real = loaded.get(name)
         if real is None:
-            real = left[name] = _unset(buffer)
+            real = left[name] = _make_unset(buffer)
         else:
             setattr(real, _DONE, True)
-        _replace(model, buffer, real)
+        _replace_buffer(model, buffer, real)
     cast("Any", model).initialize_weights()
     after = dict(model.named_buffers())
     for name in left:
@@ -82,7 +82,7 @@ def fill_buffers(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
             )
 
 
-def hollow_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+def set_meta_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Makes the parameters of these names meta parameters of another dtype, ties kept."""
     made: dict[int, nn.Parameter] = {}
     for name, old in list(model.named_parameters(remove_duplicate=False)):
@@ -95,9 +95,9 @@ def hollow_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> No
                 setattr(module, key, made[id(old)])
 
 
-def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:
+def _build_on_meta(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:
     """The model of a class and a configuration on meta; PlanError where its code refuses them."""
-    safe = getattr(transformers_module("initialization"), "meta_device_safe_creation_ops", None)
+    safe = getattr(import_transformers("initialization"), "meta_device_safe_creation_ops", None)
     try:
         with torch.device("meta"), safe() if safe else nullcontext():
             return cls._from_config(config, **options)
@@ -111,8 +111,10 @@ def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> n
         ) from error
 
 
-def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None) -> Any:
-    auto = transformers_module("models.auto.configuration_auto")
+def _load_config(
+    directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None
+) -> Any:
+    auto = import_transformers("models.auto.configuration_auto")
     kind = fields["model_type"]
     if kind not in auto.CONFIG_MAPPING and not trusted:
         raise PlanError(
@@ -129,16 +131,16 @@ def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision:
         raise PlanError(f"{directory}/config.json: Transformers refuses it: {error}") from error
 
 
-def _class_of(
+def _find_class(
     directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None
 ) -> Any:
     name = fields["architectures"][0]
     entries = cast("dict[str, str]", fields.get("auto_map") or {})
     own = next((ref for ref in entries.values() if str(ref).rpartition(".")[2] == name), None)
     if own is not None and trusted:
-        dynamic = transformers_module("dynamic_module_utils")
+        dynamic = import_transformers("dynamic_module_utils")
         return dynamic.get_class_from_dynamic_module(own, str(directory), revision=revision)
-    library = transformers_module()
+    library = import_transformers()
     cls: object = getattr(library, name, None)
     if cls is not None and not hasattr(cls, "_from_config"):
         raise PlanError(
@@ -154,7 +156,9 @@ def _class_of(
     return cls
 
 
-def _dtype(given: torch.dtype | str | None, config: object, otherwise: torch.dtype) -> torch.dtype:
+def _choose_dtype(
+    given: torch.dtype | str | None, config: object, otherwise: torch.dtype
+) -> torch.dtype:
     chosen: object = given if given not in (None, "auto") else getattr(config, "dtype", None)
     found: object = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
     if found is None and chosen is None:
@@ -167,23 +171,23 @@ def _dtype(given: torch.dtype | str | None, config: object, otherwise: torch.dty
     )
 
 
-def _keep_precise(model: nn.Module, dtype: torch.dtype) -> None:
+def _keep_float32_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters that the model's class keeps in float32 get it."""
     plan: dict[str, torch.dtype] = cast("Any", model)._get_dtype_plan(dtype)
     if not plan:
         return
-    loading = transformers_module("core_model_loading")
+    loading = import_transformers("core_model_loading")
     pattern, by_group, _ = loading.build_glob_alternation(list(plan))
     dtypes: dict[str, torch.dtype] = {}
     for name, _ in model.named_parameters():
         if found := pattern.search(name):
             dtypes[name] = plan[by_group[found.lastgroup]]
-    hollow_parameters(model, dtypes)
+    set_meta_dtypes(model, dtypes)
 
 
-def _take_generation_config(model: Any, directory: Path) -> None:
+def _load_generation_config(model: Any, directory: Path) -> None:
     if model.can_generate() and (directory / "generation_config.json").is_file():
-        generation = transformers_module("generation")
+        generation = import_transformers("generation")
         try:
             model.generation_config = generation.GenerationConfig.from_pretrained(str(directory))
         # transformers raises whatever reading and its validators raise
@@ -195,7 +199,7 @@ def _take_generation_config(model: Any, directory: Path) -> None:
             ) from error
 
 
-def _refuse_attributes(model: nn.Module) -> None:
+def _refuse_tensor_attributes(model: nn.Module) -> None:
     for name, tensor in meta_attributes(model):
         raise WeightsError(
             f"{name} {list(tensor.shape)} of {type(model).__name__}: is a tensor that is neither "
@@ -203,18 +207,20 @@ def _refuse_attributes(model: nn.Module) -> None:
         )
 
 
-def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
+def _replace_buffer(model: nn.Module, old: Tensor, new: Tensor) -> None:
     for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer is old:
                 setattr(module, key, new)
 
 
-def _unset(buffer: Tensor) -> Tensor:
+def _make_unset(buffer: Tensor) -> Tensor:
     """A real tensor like a buffer, full of a value that no initialisation gives."""
     if buffer.dtype == torch.bool:  # bytes that are neither of the two values
         return torch.full(buffer.shape, 255, dtype=torch.uint8, device="cpu").view(torch.bool)
-    return torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device="cpu")
+    return torch.full(
+        buffer.shape, _choose_unset_value(buffer.dtype), dtype=buffer.dtype, device="cpu"
+    )
 
 
 def _is_unset(buffer: Tensor) -> bool:
@@ -223,10 +229,10 @@ def _is_unset(buffer: Tensor) -> bool:
     if buffer.is_floating_point() or buffer.is_complex():
         return bool(torch.isnan(buffer).all())
     numbers = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
-    return bool((numbers == _mark(numbers.dtype)).all())
+    return bool((numbers == _choose_unset_value(numbers.dtype)).all())
 
 
-def _mark(dtype: torch.dtype) -> Any:
+def _choose_unset_value(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return nan
     numbers = torch.iinfo(dtype)

@@ -11,15 +11,28 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from autotp.checkpoint.atomic_write import Writer, check_space, draft, publish, writing
-from autotp.checkpoint.save_map import Outgoing, outgoing
+from autotp.checkpoint.atomic_write import (
+    SafetensorsWriter,
+    check_space,
+    open_draft,
+    publish_files,
+    report_write_errors,
+)
+from autotp.checkpoint.save_map import SaveMap, map_saved_files
+from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.exchange import as_one, gathered
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["GroupStore", "records_of", "remove_stale", "whole_on_meta", "write_configs"]
+__all__ = [
+    "GroupStore",
+    "index_records",
+    "remove_stale_files",
+    "copy_unsharded_on_meta",
+    "write_configs",
+]
 
 
 class GroupStore:
@@ -33,39 +46,39 @@ class GroupStore:
         where, first = self._where, self._where.rank == 0
         inner: Path | None = None
         with ExitStack() as stack:
-            with as_one(where), writing(directory):
-                whole = whole_on_meta(model)
+            with as_one(where), report_write_errors(directory):
+                whole = copy_unsharded_on_meta(model)
                 _check_savable(whole)
-                plan = outgoing(whole, max_shard_size)
+                plan = map_saved_files(whole, max_shard_size)
                 if directory.exists() and not directory.is_dir():
                     raise PlanError(f"{directory}: is a file. Give a directory to save into.")
                 if first:
                     check_space(directory, plan.size())
-                    inner = stack.enter_context(draft(directory))
+                    inner = stack.enter_context(open_draft(directory))
             self._write(model, plan, inner)
             with as_one(where):
                 if inner is not None:
                     write_configs(whole, inner, plan)
-                    publish(inner, plan.index_name)
-                    remove_stale(directory, plan)
+                    publish_files(inner, plan.index_name)
+                    remove_stale_files(directory, plan)
 
     def state_dict(self, model: ShardedModel, *, rank0_only: bool) -> dict[str, Tensor]:
         """The whole model's `state_dict()` on the CPU."""
-        records, found = records_of(model), dict[str, Tensor]()
+        records, found = index_records(model), dict[str, Tensor]()
         for name, local in model.state_dict().items():
             whole = gathered(self._where, local, records.get(name), to_all=not rank0_only)
             if whole is not None:
                 found[name] = whole
         return found
 
-    def _write(self, model: ShardedModel, plan: Outgoing, inner: Path | None) -> None:
+    def _write(self, model: ShardedModel, plan: SaveMap, inner: Path | None) -> None:
         """Writes all weights into a directory, on rank 0; the others send what is asked for."""
-        records, state = records_of(model), model.state_dict()
+        records, state = index_records(model), model.state_dict()
         held: dict[str, Tensor] = {}
         done = plan.last_uses()
         for name, entries in plan.files.items():
             with as_one(self._where):
-                writer = Writer(inner / name, entries) if inner else None
+                writer = SafetensorsWriter(inner / name, entries) if inner else None
             for entry in entries:
                 for key in plan.needed(entry.name):
                     if key not in held:
@@ -81,7 +94,7 @@ class GroupStore:
                     writer.finish()
 
 
-def records_of(model: ShardedModel) -> dict[str, ParameterRecord]:
+def index_records(model: ShardedModel) -> dict[str, ParameterRecord]:
     """The plan's records of parameters, by each of a parameter's names."""
     return {
         name: record
@@ -90,9 +103,9 @@ def records_of(model: ShardedModel) -> dict[str, ParameterRecord]:
     }
 
 
-def whole_on_meta(model: ShardedModel) -> nn.Module:
+def copy_unsharded_on_meta(model: ShardedModel) -> nn.Module:
     """The whole model without values: a copy of a sharded one, with whole tensors on meta."""
-    records = records_of(model)
+    records = index_records(model)
     memo: dict[int, Any] = {}
     for name, local in model.named_parameters():
         shape = records[name].shape if name in records else local.shape
@@ -103,14 +116,14 @@ def whole_on_meta(model: ShardedModel) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def write_configs(whole: nn.Module, directory: Path, plan: Outgoing) -> None:
+def write_configs(whole: nn.Module, directory: Path, plan: SaveMap) -> None:
     """Writes what is beside the weights: configurations, the index, the model's own code."""
     model = cast("Any", whole)
     config, previous = model.config, (model.config.dtype, model.config.architectures)
-    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.dtype = dtype_name(model.dtype)
     config.architectures = [type(whole).__name__]
     try:
-        with writing(directory.parent / "config.json"):
+        with report_write_errors(directory.parent / "config.json"):
             config.save_pretrained(directory)
             if model.can_generate():
                 model.generation_config.save_pretrained(directory)
@@ -121,7 +134,7 @@ def write_configs(whole: nn.Module, directory: Path, plan: Outgoing) -> None:
         config.dtype, config.architectures = previous
 
 
-def remove_stale(directory: Path, plan: Outgoing) -> None:
+def remove_stale_files(directory: Path, plan: SaveMap) -> None:
     """Removes weights of an earlier save that this one did not replace."""
     numbered: Callable[[str], object] = re.compile(r"model-\d{5}-of-\d{5}\.safetensors").fullmatch
     for path in directory.iterdir():

@@ -14,31 +14,37 @@ import torch
 from torch import Tensor, nn
 
 from autotp.checkpoint.directory import Checkpoint
-from autotp.checkpoint.quantized import refuse_named
+from autotp.checkpoint.quantized import refuse_packed_names
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.stored_tensor import Box, Stored, fill, lengths, whole_box
+from autotp.checkpoint.stored_tensor import (
+    Box,
+    StoredTensor,
+    fill_tensor,
+    make_full_box,
+    measure_box,
+)
 from autotp.errors import WeightsError
-from autotp.model_source import transformers_module
+from autotp.model_source import import_transformers
 
-__all__ = ["Converted", "Incoming", "Remade", "incoming", "mark_used"]
+__all__ = ["ConvertedTensor", "LoadMap", "RebuiltTensor", "map_checkpoint", "mark_used_conversions"]
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class LoadMap:
     """What is read for a model: `tensors` by its own keys, each with what reads it.
 
     - `absent`: keys that no file has, and that the model's class says it can do without.
     """
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     absent: frozenset[str]
 
 
-class Converted:
+class ConvertedTensor:
     """A tensor that is made of others on disk, read box by box."""
 
     def __init__(
-        self, name: str, tensor: Tensor, recipes: Recipes, stored: Mapping[str, Stored]
+        self, name: str, tensor: Tensor, recipes: Recipes, stored: Mapping[str, StoredTensor]
     ) -> None:
         self._tensor, self._recipes, self._stored = tensor, recipes, stored
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
@@ -56,12 +62,12 @@ class Converted:
 
     def _leaf(self, name: str, box: Box) -> Tensor:
         stored = self._stored[name]
-        out = torch.empty(lengths(box), dtype=stored.dtype)
-        fill(out, stored, box)
+        out = torch.empty(measure_box(box), dtype=stored.dtype)
+        fill_tensor(out, stored, box)
         return out
 
 
-class Remade:
+class RebuiltTensor:
     """A tensor whose maker cannot be traced: made whole when it is read, until `forget`."""
 
     def __init__(self, label: str, tensor: Tensor, make: Callable[[], Tensor]) -> None:
@@ -80,13 +86,13 @@ class Remade:
         self._whole = None
 
 
-def incoming(
+def map_checkpoint(
     model: nn.Module,
     checkpoint: Checkpoint,
     *,
     allow_extra: bool = False,
     quantiser: Any = None,
-) -> Incoming:
+) -> LoadMap:
     """What is read for `model`, a transformers model on meta, from a checkpoint.
 
     - `quantiser`: the checkpoint is quantised, and its converters give the weights before that.
@@ -94,25 +100,25 @@ def incoming(
     Raises WeightsError for tensors missing, unknown (unless `allow_extra`), of another shape or
     kind of dtype.
     """
-    matched = _Matching(cast("Any", model), checkpoint, quantiser)
+    matched = _CheckpointMatcher(cast("Any", model), checkpoint, quantiser)
     for name in sorted(checkpoint.tensors, key=matched.loading.dot_natural_key):
         matched.add(name)
     tensors, extra = matched.converted()
     missing = {key for key in matched.state if key not in tensors}
-    for names in _aliases(model):
+    for names in _find_aliases(model):
         if names & tensors.keys():
             missing -= names
-    wanted, unknown = _excused(cast("Any", model), missing, extra)
-    refuse_named(unknown, checkpoint.tensors)
-    _check(model, checkpoint, wanted, [] if allow_extra else unknown, tensors)
+    wanted, unknown = _excuse_keys(cast("Any", model), missing, extra)
+    refuse_packed_names(unknown, checkpoint.tensors)
+    _check_complete(model, checkpoint, wanted, [] if allow_extra else unknown, tensors)
     for key, stored in tensors.items():
         _check_fit(key, matched.state[key], stored)
-    return Incoming(tensors, frozenset(missing - wanted))
+    return LoadMap(tensors, frozenset(missing - wanted))
 
 
-def mark_used(model: nn.Module, names: Iterable[str]) -> None:
+def mark_used_conversions(model: nn.Module, names: Iterable[str]) -> None:
     """Lets the model know which conversions a checkpoint with these names needs, for saving."""
-    matched = _Matching(cast("Any", model), None)
+    matched = _CheckpointMatcher(cast("Any", model), None)
     for name in names:
         matched.target(name)
     matched.note()
@@ -122,7 +128,7 @@ def mark_used(model: nn.Module, names: Iterable[str]) -> None:
 _Group: TypeAlias = list[tuple[str, str, str]]
 
 
-class _Matching:
+class _CheckpointMatcher:
     """The mapping of one model and one checkpoint while it is being made."""
 
     def __init__(
@@ -132,8 +138,8 @@ class _Matching:
         quantiser: Any = None,
     ) -> None:
         self.model, self.checkpoint = model, checkpoint
-        self.loading = transformers_module("core_model_loading")
-        of = transformers_module("conversion_mapping").get_model_conversion_mapping
+        self.loading = import_transformers("core_model_loading")
+        of = import_transformers("conversion_mapping").get_model_conversion_mapping
         mapping: list[Any] = of(model, None, quantiser)
         self.mapping, self.quantised = mapping, quantiser is not None
         self.renamings = [t for t in mapping if isinstance(t, self.loading.WeightRenaming)]
@@ -169,11 +175,11 @@ class _Matching:
         else:
             self.groups.setdefault(key, []).append((key, name, pattern))
 
-    def converted(self) -> tuple[dict[str, Stored], list[str]]:
+    def converted(self) -> tuple[dict[str, StoredTensor], list[str]]:
         """What is read for each key, and the names on disk that nothing is made of."""
         assert self.checkpoint is not None
         stored = self.checkpoint.tensors
-        tensors: dict[str, Stored] = {key: stored[name] for key, name in self.direct.items()}
+        tensors: dict[str, StoredTensor] = {key: stored[name] for key, name in self.direct.items()}
         for first, group in self.groups.items():
             for key, tensor in self._traced(first, group).items():
                 if key not in self.state:
@@ -181,9 +187,9 @@ class _Matching:
                 elif self.recipes.untraced:
                     tensors[key] = self._remade(key, tensor, first, group)
                 else:
-                    tensors[key] = Converted(key, tensor, self.recipes, stored)
+                    tensors[key] = ConvertedTensor(key, tensor, self.recipes, stored)
         if self.quantised:  # saved are the weights before that, as the model's own
-            mark_used(self.model, stored)
+            mark_used_conversions(self.model, stored)
         else:
             self.note()
         return tensors, self.extra
@@ -201,7 +207,7 @@ class _Matching:
         with recipes:
             return self._run(first, group, leaves.__getitem__)
 
-    def _remade(self, key: str, tensor: Tensor, first: str, group: _Group) -> Remade:
+    def _remade(self, key: str, tensor: Tensor, first: str, group: _Group) -> RebuiltTensor:
         assert self.checkpoint is not None
         stored = self.checkpoint.tensors
         more = f" and {len(group) - 1} more" if len(group) > 1 else ""
@@ -209,14 +215,14 @@ class _Matching:
 
         def whole(name: str) -> Tensor:
             out = torch.empty(stored[name].shape, dtype=stored[name].dtype)
-            fill(out, stored[name], whole_box(stored[name].shape))
+            fill_tensor(out, stored[name], make_full_box(stored[name].shape))
             return out
 
-        return Remade(label, tensor, lambda: self._run(first, group, whole)[key])
+        return RebuiltTensor(label, tensor, lambda: self._run(first, group, whole)[key])
 
     def _run(self, first: str, group: _Group, tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """What a converter makes of the tensors of its group, by key."""
-        info = _loading_info()
+        info = _make_loading_info()
         converter = copy.deepcopy(self.by_pattern[group[0][2]])
         for key, name, pattern in group:
             converter.add_tensor(key, name, pattern, tensor(name))
@@ -236,13 +242,13 @@ class _Matching:
         return {key: m[0] if isinstance(m, list) else m for key, m in made.items()}
 
 
-def _loading_info() -> Any:
-    kind = transformers_module("utils.loading_report").LoadStateDictInfo
+def _make_loading_info() -> Any:
+    kind = import_transformers("utils.loading_report").LoadStateDictInfo
     empty: dict[str, Any] = {"conversion_errors": {}, "error_msgs": []}
     return kind(**{field.name: empty.get(field.name, set()) for field in dataclasses.fields(kind)})
 
 
-def _aliases(model: nn.Module) -> list[set[str]]:
+def _find_aliases(model: nn.Module) -> list[set[str]]:
     """The keys of each tensor that has several."""
     found: dict[int, set[str]] = {}
     for key, tensor in model.state_dict(keep_vars=True).items():
@@ -250,20 +256,20 @@ def _aliases(model: nn.Module) -> list[set[str]]:
     return [names for names in found.values() if len(names) > 1]
 
 
-def _excused(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], list[str]]:
+def _excuse_keys(model: Any, missing: set[str], extra: list[str]) -> tuple[set[str], list[str]]:
     """What is missing and what is unknown, without what the model's class says is no fault."""
-    info = _loading_info()
+    info = _make_loading_info()
     info.missing_keys, info.unexpected_keys = set(missing), set(extra)
     model._adjust_missing_and_unexpected_keys(info)
     return info.missing_keys, sorted(info.unexpected_keys)
 
 
-def _check(
+def _check_complete(
     model: nn.Module,
     checkpoint: Checkpoint,
     missing: set[str],
     unknown: list[str],
-    found: Mapping[str, Stored],
+    found: Mapping[str, StoredTensor],
 ) -> None:
     files = checkpoint.files[0].name if len(checkpoint.files) == 1 else "its files"
     named = f"{checkpoint.directory}/{files}" if files != "its files" else checkpoint.directory
@@ -272,25 +278,25 @@ def _check(
         first = min(missing)
         at = f"{len(missing)} of the {len(missing) + len(found)} tensors of {name}"
         raise WeightsError(
-            f"{named}: tensor {first} is missing, {at} in all{_more(missing)}. Download the "
+            f"{named}: tensor {first} is missing, {at} in all{_list_more(missing)}. Download the "
             f"checkpoint again, or set config.architectures to the class that was saved."
         )
     if unknown:
         raise WeightsError(
             f"{checkpoint.tensors[unknown[0]].label}: {name} has no such parameter, and "
-            f"{len(unknown)} of {len(checkpoint.tensors)} tensors are unknown{_more(unknown)}. "
+            f"{len(unknown)} of {len(checkpoint.tensors)} tensors are unknown{_list_more(unknown)}. "
             "Set config.architectures to the class that was saved, or pass allow_extra=True to "
             "leave them unread."
         )
 
 
-def _more(names: Iterable[str]) -> str:
+def _list_more(names: Iterable[str]) -> str:
     listed = sorted(names)
     shown = ", ".join(listed[:4])
     return f": {shown}{', …' if len(listed) > 4 else ''}" if len(listed) > 1 else ""
 
 
-def _check_fit(key: str, wanted: Tensor, stored: Stored) -> None:
+def _check_fit(key: str, wanted: Tensor, stored: StoredTensor) -> None:
     if tuple(wanted.shape) != stored.shape:
         raise WeightsError(
             f"{stored.label}: has shape {list(stored.shape)}, and {key} has {list(wanted.shape)} "
@@ -301,14 +307,14 @@ def _check_fit(key: str, wanted: Tensor, stored: Stored) -> None:
             f"{stored.label}: is of {stored.dtype}, 8 bits that mean nothing without a scale, and "
             f"{key} is of {wanted.dtype}. Take the checkpoint before quantisation."
         )
-    if _kind(stored.dtype) != _kind(wanted.dtype):
+    if _classify_dtype(stored.dtype) != _classify_dtype(wanted.dtype):
         raise WeightsError(
             f"{stored.label}: is of {stored.dtype}, and {key} is of {wanted.dtype}: one cannot "
             "become the other. Save the checkpoint again with the model's own kind of dtype."
         )
 
 
-def _kind(dtype: torch.dtype) -> str:
+def _classify_dtype(dtype: torch.dtype) -> str:
     if dtype == torch.bool or dtype.is_complex:
         return str(dtype)
     return "floating" if dtype.is_floating_point else "whole"

@@ -13,11 +13,11 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from autotp.checkpoint.stored_tensor import Stored
+from autotp.checkpoint.stored_tensor import StoredTensor
 from autotp.errors import WeightsError
-from autotp.model_source import transformers_module
+from autotp.model_source import import_transformers
 
-__all__ = ["quantiser_of", "refuse_model", "refuse_named", "without_quantisation"]
+__all__ = ["find_quantiser", "refuse_quantised_model", "refuse_packed_names", "drop_quantisation"]
 
 _ADVICE: Final = (
     "Take the checkpoint before quantisation; or load this one with Transformers, call "
@@ -30,7 +30,7 @@ _PACKED: Final = re.compile(
 )
 
 
-def quantiser_of(where: object, fields: Mapping[str, Any], *, dequantise: bool = False) -> Any:
+def find_quantiser(where: object, fields: Mapping[str, Any], *, dequantise: bool = False) -> Any:
     """What turns quantised weights into plain ones, one of Transformers'; None if there are none.
 
     Raises WeightsError where a configuration, or one inside it, tells of a quantisation, and it is
@@ -39,19 +39,19 @@ def quantiser_of(where: object, fields: Mapping[str, Any], *, dequantise: bool =
     for part in (fields, *(value for value in fields.values() if isinstance(value, Mapping))):
         if found := cast("Mapping[str, Any]", part).get("quantization_config"):
             if dequantise and isinstance(found, Mapping):
-                return _quantiser(where, found)
+                return _build_quantiser(where, found)
             raise WeightsError(
-                f"{where}: is quantised ({_method(found)}), and tensor parallelism of packed "
+                f"{where}: is quantised ({_name_method(found)}), and tensor parallelism of packed "
                 "weights is not there: 0 of its layers could be cut. Pass dequantize=True to have "
                 f"plain weights made while they are read, where Transformers can. {_ADVICE}"
             )
     return None
 
 
-def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
+def drop_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration's fields, without what they tell of a quantisation, at any depth."""
     return {
-        key: without_quantisation(cast("Mapping[str, Any]", value))
+        key: drop_quantisation(cast("Mapping[str, Any]", value))
         if isinstance(value, Mapping)
         else value
         for key, value in fields.items()
@@ -59,7 +59,7 @@ def without_quantisation(fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def refuse_model(model: nn.Module) -> None:
+def refuse_quantised_model(model: nn.Module) -> None:
     """Raises WeightsError for a model of Transformers that was loaded with packed weights."""
     if getattr(model, "is_quantized", False) is True:
         method = getattr(model, "quantization_method", "quantised")
@@ -77,7 +77,7 @@ def _is_packed(module: nn.Module) -> bool:
     return any(t.dtype.itemsize == 1 and t.dtype != torch.bool for t in own)
 
 
-def refuse_named(unknown: Iterable[str], tensors: Mapping[str, Stored]) -> None:
+def refuse_packed_names(unknown: Iterable[str], tensors: Mapping[str, StoredTensor]) -> None:
     """Raises WeightsError where tensors that no parameter wants are named as packed weights are."""
     packed = [name for name in unknown if _PACKED.search(name)]
     if packed:
@@ -87,9 +87,9 @@ def refuse_named(unknown: Iterable[str], tensors: Mapping[str, Stored]) -> None:
         )
 
 
-def _quantiser(where: object, found: Mapping[str, Any]) -> Any:
-    auto = transformers_module("quantizers.auto")
-    named = f"{where}: is quantised ({_method(found)})"
+def _build_quantiser(where: object, found: Mapping[str, Any]) -> Any:
+    auto = import_transformers("quantizers.auto")
+    named = f"{where}: is quantised ({_name_method(found)})"
     try:
         config = auto.AutoQuantizationConfig.from_dict(dict(found))
         config.dequantize = True
@@ -110,7 +110,7 @@ def _quantiser(where: object, found: Mapping[str, Any]) -> Any:
     return made
 
 
-def _method(found: Any) -> str:
+def _name_method(found: Any) -> str:
     if not isinstance(found, Mapping):
         return repr(found)
     kind = found.get("quant_method") or found.get("quant_type")

@@ -10,25 +10,31 @@ from torch import Tensor, nn
 
 from autotp.algebra.split import Split
 from autotp.capture.source_model import whole_of
-from autotp.checkpoint.load_map import Converted, Remade
-from autotp.checkpoint.stored_tensor import Pickled, Stored, blocks, fill, whole_box
+from autotp.checkpoint.load_map import ConvertedTensor, RebuiltTensor
+from autotp.checkpoint.stored_tensor import (
+    PickledTensor,
+    StoredTensor,
+    fill_tensor,
+    iterate_blocks,
+    make_full_box,
+)
 from autotp.errors import WeightsError
 from autotp.records.plan import ParameterRecord, Plan
 from autotp.runtime.group.process_group import Group, exists
 from autotp.runtime.model import ShardedModel
 
 __all__ = [
-    "empty_shards",
-    "part",
+    "allocate_shards",
+    "untie_parameters",
     "read_buffers",
-    "read_local",
+    "read_shard",
     "read_shards",
-    "shown",
-    "untie",
+    "show_progress",
+    "untie_differing",
 ]
 
 
-def empty_shards(model: nn.Module, plan: Plan, where: Group) -> dict[str, Tensor]:
+def allocate_shards(model: nn.Module, plan: Plan, where: Group) -> dict[str, Tensor]:
     """A tensor for what a rank holds of each parameter of `model`, by first names.
 
     All are made before anything is read: what is freed in between would leave holes among them.
@@ -45,7 +51,7 @@ def empty_shards(model: nn.Module, plan: Plan, where: Group) -> dict[str, Tensor
 
 def read_shards(
     sharded: ShardedModel,
-    tensors: Mapping[str, Stored],
+    tensors: Mapping[str, StoredTensor],
     where: Group,
     *,
     local: bool = False,
@@ -56,39 +62,41 @@ def read_shards(
     """
     records = sharded.sharded_state.plan.parameters
     total = sum(record.shards[where.rank].bytes for record in records.values())
-    with shown("loading weights", total, where) as progress, torch.no_grad():
+    with show_progress("loading weights", total, where) as progress, torch.no_grad():
         for name, record in records.items():
-            stored = _one_of(tensors, (name, *record.tied))
+            stored = _find_stored(tensors, (name, *record.tied))
             out = sharded.get_parameter(name).data
-            read_local(out, stored, None if local else record, where.rank)
+            read_shard(out, stored, None if local else record, where.rank)
             progress.advance(progress.task_ids[0], record.shards[where.rank].bytes)
 
 
-def read_local(out: Tensor, stored: Stored, record: ParameterRecord | None, rank: int) -> None:
+def read_shard(
+    out: Tensor, stored: StoredTensor, record: ParameterRecord | None, rank: int
+) -> None:
     """Fills `out` with what `rank` holds of a tensor; all of it where `record` is None."""
     if record is None or record.dim is None:
-        fill(out, stored, whole_box(stored.shape))
+        fill_tensor(out, stored, make_full_box(stored.shape))
     else:
         at, dim = 0, record.dim
         for start, stop in Split.decode(record.split).ranges(rank, len(record.shards)):
             box = tuple((start, stop) if k == dim else (0, n) for k, n in enumerate(stored.shape))
-            fill(out.narrow(dim, at, stop - start), stored, box)
+            fill_tensor(out.narrow(dim, at, stop - start), stored, box)
             at += stop - start
-    if isinstance(stored, Converted | Remade):
+    if isinstance(stored, ConvertedTensor | RebuiltTensor):
         stored.forget()
 
 
-def read_buffers(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
+def read_buffers(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """The buffers of `model` that are on disk, whole."""
     found: dict[str, Tensor] = {}
     for name, buffer in model.named_buffers():
         if stored := tensors.get(name):
             found[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
-            fill(found[name], stored, whole_box(stored.shape))
+            fill_tensor(found[name], stored, make_full_box(stored.shape))
     return found
 
 
-def untie(model: nn.Module, tensors: Mapping[str, Stored]) -> list[str]:
+def untie_differing(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> list[str]:
     """The parameters that were tied and are no more: the checkpoint has other values for them.
 
     As in Transformers, what a checkpoint has counts more than what its configuration says.
@@ -96,13 +104,13 @@ def untie(model: nn.Module, tensors: Mapping[str, Stored]) -> list[str]:
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", {}))
     parted: list[str] = []
     for name, source in ties.items():
-        if name in tensors and source in tensors and not _same(tensors[name], tensors[source]):
+        if name in tensors and source in tensors and not _are_equal(tensors[name], tensors[source]):
             parted.append(name)
-    part(model, parted)
+    untie_parameters(model, parted)
     return parted
 
 
-def part(model: nn.Module, names: list[str]) -> None:
+def untie_parameters(model: nn.Module, names: list[str]) -> None:
     """Gives the tied parameters of these names tensors of their own."""
     for name in names:
         path, _, key = name.rpartition(".")
@@ -113,7 +121,7 @@ def part(model: nn.Module, names: list[str]) -> None:
 
 
 @contextmanager
-def shown(what: str, total: int, where: Group | None = None) -> Generator[Progress]:
+def show_progress(what: str, total: int, where: Group | None = None) -> Generator[Progress]:
     """A bar of bytes on the standard error of rank 0, gone when the block ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
@@ -126,7 +134,7 @@ def shown(what: str, total: int, where: Group | None = None) -> Generator[Progre
         yield bar
 
 
-def _one_of(tensors: Mapping[str, Stored], names: tuple[str, ...]) -> Stored:
+def _find_stored(tensors: Mapping[str, StoredTensor], names: tuple[str, ...]) -> StoredTensor:
     for name in names:
         if name in tensors:
             return tensors[name]
@@ -136,8 +144,8 @@ def _one_of(tensors: Mapping[str, Stored], names: tuple[str, ...]) -> Stored:
     )
 
 
-def _same(one: Stored, other: Stored) -> bool:
-    if isinstance(one, Pickled) and isinstance(other, Pickled):
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if isinstance(one, PickledTensor) and isinstance(other, PickledTensor):
         a, b = one.tensor, other.tensor
         if (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
             b.data_ptr(),
@@ -150,5 +158,5 @@ def _same(one: Stored, other: Stored) -> bool:
         return False
     return all(
         torch.equal(one.read(box).clone(), other.read(box))
-        for box in blocks(one.shape, one.dtype.itemsize)
+        for box in iterate_blocks(one.shape, one.dtype.itemsize)
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autotp.checkpoint.stored_tensor import Box, lengths, whole_box
+from autotp.checkpoint.stored_tensor import Box, make_full_box, measure_box
 
 __all__ = ["Recipes"]
 
@@ -25,7 +25,7 @@ Read: TypeAlias = Callable[[Tensor, Box], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _RecordedOp:
     """An op that was run: `index` tells which of its outputs a tensor is."""
 
     op: Any
@@ -44,7 +44,7 @@ class Recipes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _RecordedOp] = {}
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no identity is given twice
         self._whole: dict[int, Sequence[Tensor]] = {}
@@ -66,7 +66,7 @@ class Recipes(TorchDispatchMode):
         if isinstance(outputs, list | tuple):
             for index, output in enumerate(outputs):
                 if isinstance(output, Tensor) and id(output) not in self:
-                    self._steps[id(output)] = _Step(func, args, kwargs or {}, index)
+                    self._steps[id(output)] = _RecordedOp(func, args, kwargs or {}, index)
                     self._kept.append(output)
         return made
 
@@ -102,12 +102,14 @@ class Recipes(TorchDispatchMode):
         """The values in a box of `tensor`; `leaf(name, box)` gives those of leaves."""
 
         def read(at: Tensor, part: Box) -> Tensor:
-            if 0 in lengths(part):
-                return torch.empty(lengths(part), dtype=at.dtype)
+            if 0 in measure_box(part):
+                return torch.empty(measure_box(part), dtype=at.dtype)
             if id(at) in self._names:
                 return leaf(self._names[id(at)], part)
             step = self._steps[id(at)]
-            rule = _RULES.get(step.op) or (_each if torch.Tag.pointwise in step.op.tags else None)
+            rule = _RULES.get(step.op) or (
+                _read_pointwise if torch.Tag.pointwise in step.op.tags else None
+            )
             if rule is None:
                 return self._run(at, step, read)[tuple(slice(*span) for span in part)]
             return rule(read, step, part)
@@ -118,15 +120,17 @@ class Recipes(TorchDispatchMode):
         """Lets go of whole tensors that were made for ops without a rule."""
         self._whole.clear()
 
-    def _run(self, tensor: Tensor, step: _Step, read: Read) -> Tensor:
+    def _run(self, tensor: Tensor, step: _RecordedOp, read: Read) -> Tensor:
         """The op on whole tensors; its result is kept until `forget`."""
         if id(tensor) not in self._whole:
-            made = _applied(step, lambda x: _like(x, read(x, whole_box(tuple(x.shape)))))
+            made = _apply_op(
+                step, lambda x: _match_strides(x, read(x, make_full_box(tuple(x.shape))))
+            )
             self._whole[id(tensor)] = [made] if isinstance(made, Tensor) else made
         return self._whole[id(tensor)][step.index]
 
 
-def _like(meta: Tensor, found: Tensor) -> Tensor:
+def _match_strides(meta: Tensor, found: Tensor) -> Tensor:
     """The values in the strides that the op was recorded with: a view needs them."""
     if found.stride() == meta.stride() or 0 in meta.stride():
         return found
@@ -134,7 +138,7 @@ def _like(meta: Tensor, found: Tensor) -> Tensor:
     return strided.copy_(found)
 
 
-def _applied(step: _Step, real: Callable[[Tensor], Tensor]) -> Any:
+def _apply_op(step: _RecordedOp, real: Callable[[Tensor], Tensor]) -> Any:
     """What an op gives where its tensors are `real`."""
 
     def of(x: object) -> object:
@@ -146,39 +150,39 @@ def _applied(step: _Step, real: Callable[[Tensor], Tensor]) -> Any:
     return step.op(*args, **kwargs)
 
 
-def _each(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_pointwise(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     """An op that is applied to each element, sizes of 1 being repeated."""
 
     def part(x: Tensor) -> Tensor:
         own = box[len(box) - x.dim() :]
         return read(x, tuple((0, 1) if n == 1 else s for n, s in zip(x.shape, own, strict=True)))
 
-    return _applied(step, part)
+    return _apply_op(step, part)
 
 
-def _view(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_view(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     """The same elements in another shape: the smallest box that holds them is read."""
     whole, sizes = step.args[0], list(step.args[1])
     if -1 in sizes:
         sizes[sizes.index(-1)] = whole.numel() // -prod(sizes)
     outer: list[tuple[int, int]] = []
     wanted: list[Tensor] = []
-    for old, new in _regrouped(tuple(whole.shape), sizes):
-        at = _numbers(sizes[new], box[new])
+    for old, new in _group_dims(tuple(whole.shape), sizes):
+        at = _number_elements(sizes[new], box[new])
         first, last = int(at.min()), int(at.max())
-        spans, start = _around(tuple(whole.shape[old]), first, last)
+        spans, start = _bound_range(tuple(whole.shape[old]), first, last)
         outer.extend(spans)
         wanted.append(at - start)
     found = read(whole, tuple(outer))
-    groups = [prod(lengths(tuple(outer[old]))) for old, _ in _regrouped(whole.shape, sizes)]
+    groups = [prod(measure_box(tuple(outer[old]))) for old, _ in _group_dims(whole.shape, sizes)]
     found = found.reshape(groups)
     for dim, at in enumerate(wanted):
         if at.numel() != groups[dim]:
             found = found.index_select(dim, at)
-    return found.reshape(lengths(box))
+    return found.reshape(measure_box(box))
 
 
-def _regrouped(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
+def _group_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slice]]:
     """The dims of two shapes of the same elements in the smallest groups of equal size."""
     found: list[tuple[slice, slice]] = []
     i = j = 0
@@ -191,7 +195,7 @@ def _regrouped(old: Sequence[int], new: Sequence[int]) -> list[tuple[slice, slic
     return found
 
 
-def _numbers(shape: Sequence[int], box: Box) -> Tensor:
+def _number_elements(shape: Sequence[int], box: Box) -> Tensor:
     """The places, in order of storage, of the elements in a box of a shape."""
     at = torch.zeros(1, dtype=torch.int64)
     for size, span in zip(shape, box, strict=True):
@@ -199,7 +203,7 @@ def _numbers(shape: Sequence[int], box: Box) -> Tensor:
     return at
 
 
-def _around(shape: tuple[int, ...], first: int, last: int) -> tuple[Box, int]:
+def _bound_range(shape: tuple[int, ...], first: int, last: int) -> tuple[Box, int]:
     """The box around all elements from one place to another, and the place where it begins."""
     spans: list[tuple[int, int]] = []
     start, apart = 0, False
@@ -212,13 +216,13 @@ def _around(shape: tuple[int, ...], first: int, last: int) -> tuple[Box, int]:
     return tuple(spans), start
 
 
-def _same(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_same(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     return read(step.args[0], box)
 
 
-def _cat(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_cat(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     tensors = cast("Sequence[Tensor]", step.args[0])
-    dim = _argument(step, 1, "dim", 0) % len(box)
+    dim = _get_argument(step, 1, "dim", 0) % len(box)
     start, stop = box[dim]
     found: list[Tensor] = []
     at = 0
@@ -226,66 +230,66 @@ def _cat(read: Read, step: _Step, box: Box) -> Tensor:
         size = tensor.shape[dim]
         first, last = max(start, at), min(stop, at + size)
         if first < last:
-            found.append(read(tensor, _with(box, dim, (first - at, last - at))).clone())
+            found.append(read(tensor, _replace_span(box, dim, (first - at, last - at))).clone())
         at += size
     return torch.cat(found, dim)
 
 
-def _stack(read: Read, step: _Step, box: Box) -> Tensor:
-    dim = _argument(step, 1, "dim", 0) % len(box)
+def _read_stack(read: Read, step: _RecordedOp, box: Box) -> Tensor:
+    dim = _get_argument(step, 1, "dim", 0) % len(box)
     rest = (*box[:dim], *box[dim + 1 :])
     return torch.stack([read(step.args[0][k], rest).clone() for k in range(*box[dim])], dim)
 
 
-def _split(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_split(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     whole, sizes = step.args[:2]
-    dim = _argument(step, 2, "dim", 0) % len(box)
+    dim = _get_argument(step, 2, "dim", 0) % len(box)
     before = sizes * step.index if isinstance(sizes, int) else sum(sizes[: step.index])
-    return read(whole, _moved(box, dim, before))
+    return read(whole, _shift_span(box, dim, before))
 
 
-def _slice(read: Read, step: _Step, box: Box) -> Tensor:
-    dim = _argument(step, 1, "dim", 0) % len(box)
-    start = _argument(step, 2, "start", None) or 0
+def _read_slice(read: Read, step: _RecordedOp, box: Box) -> Tensor:
+    dim = _get_argument(step, 1, "dim", 0) % len(box)
+    start = _get_argument(step, 2, "start", None) or 0
     size: int = step.args[0].shape[dim]
     start = min(start + size if start < 0 else start, size)
-    if _argument(step, 4, "step", 1) == 1:
-        return read(step.args[0], _moved(box, dim, start))
-    whole = read(step.args[0], _with(box, dim, (0, size)))
+    if _get_argument(step, 4, "step", 1) == 1:
+        return read(step.args[0], _shift_span(box, dim, start))
+    whole = read(step.args[0], _replace_span(box, dim, (0, size)))
     return step.op(whole, *step.args[1:], **step.kwargs).narrow(dim, *_part(box[dim]))
 
 
-def _select(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_select(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     whole, dim, index = step.args
     dim %= whole.dim()
     index %= whole.shape[dim]
     return read(whole, (*box[:dim], (index, index + 1), *box[dim:])).squeeze(dim)
 
 
-def _unbind(read: Read, step: _Step, box: Box) -> Tensor:
-    dim = _argument(step, 1, "dim", 0) % (len(box) + 1)
+def _read_unbind(read: Read, step: _RecordedOp, box: Box) -> Tensor:
+    dim = _get_argument(step, 1, "dim", 0) % (len(box) + 1)
     span = (step.index, step.index + 1)
     return read(step.args[0], (*box[:dim], span, *box[dim:])).squeeze(dim)
 
 
-def _transpose(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_transpose(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     a, b = (d % len(box) for d in step.args[1:3])
     inner = list(box)
     inner[a], inner[b] = inner[b], inner[a]
     return read(step.args[0], tuple(inner)).transpose(a, b)
 
 
-def _turn(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_t(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     return read(step.args[0], box[::-1]).t()
 
 
-def _permute(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_permute(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     order = [d % len(box) for d in step.args[1]]
     inner = tuple(box[order.index(k)] for k in range(len(box)))
     return read(step.args[0], inner).permute(order)
 
 
-def _squeeze(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_squeeze(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     whole, dim = step.args
     dim %= whole.dim()
     if whole.shape[dim] != 1:
@@ -293,47 +297,47 @@ def _squeeze(read: Read, step: _Step, box: Box) -> Tensor:
     return read(whole, (*box[:dim], (0, 1), *box[dim:])).squeeze(dim)
 
 
-def _unsqueeze(read: Read, step: _Step, box: Box) -> Tensor:
+def _read_unsqueeze(read: Read, step: _RecordedOp, box: Box) -> Tensor:
     dim = step.args[1] % len(box)
     return read(step.args[0], (*box[:dim], *box[dim + 1 :])).unsqueeze(dim)
 
 
-def _argument(step: _Step, place: int, name: str, default: Any) -> Any:
+def _get_argument(step: _RecordedOp, place: int, name: str, default: Any) -> Any:
     """An argument of an op, by its place or its name."""
     return step.args[place] if len(step.args) > place else step.kwargs.get(name, default)
 
 
-def _with(box: Box, dim: int, span: tuple[int, int]) -> Box:
+def _replace_span(box: Box, dim: int, span: tuple[int, int]) -> Box:
     return (*box[:dim], span, *box[dim + 1 :])
 
 
-def _moved(box: Box, dim: int, by: int) -> Box:
-    return _with(box, dim, (box[dim][0] + by, box[dim][1] + by))
+def _shift_span(box: Box, dim: int, by: int) -> Box:
+    return _replace_span(box, dim, (box[dim][0] + by, box[dim][1] + by))
 
 
 def _part(span: tuple[int, int]) -> tuple[int, int]:
     return span[0], span[1] - span[0]
 
 
-def _rules() -> Iterator[tuple[Any, Callable[[Read, _Step, Box], Tensor]]]:
+def _list_rules() -> Iterator[tuple[Any, Callable[[Read, _RecordedOp, Box], Tensor]]]:
     aten = torch.ops.aten
     for op in (aten.clone, aten.detach, aten.alias, aten.contiguous):
-        yield op.default, _same
-    yield aten._to_copy.default, _each
+        yield op.default, _read_same
+    yield aten._to_copy.default, _read_pointwise
     for op in (aten.view, aten._unsafe_view, aten.reshape):
-        yield op.default, _view
-    yield aten.cat.default, _cat
-    yield aten.stack.default, _stack
-    yield aten.split.Tensor, _split
-    yield aten.split_with_sizes.default, _split
-    yield aten.slice.Tensor, _slice
-    yield aten.select.int, _select
-    yield aten.unbind.int, _unbind
-    yield aten.transpose.int, _transpose
-    yield aten.t.default, _turn
-    yield aten.permute.default, _permute
-    yield aten.squeeze.dim, _squeeze
-    yield aten.unsqueeze.default, _unsqueeze
+        yield op.default, _read_view
+    yield aten.cat.default, _read_cat
+    yield aten.stack.default, _read_stack
+    yield aten.split.Tensor, _read_split
+    yield aten.split_with_sizes.default, _read_split
+    yield aten.slice.Tensor, _read_slice
+    yield aten.select.int, _read_select
+    yield aten.unbind.int, _read_unbind
+    yield aten.transpose.int, _read_transpose
+    yield aten.t.default, _read_t
+    yield aten.permute.default, _read_permute
+    yield aten.squeeze.dim, _read_squeeze
+    yield aten.unsqueeze.default, _read_unsqueeze
 
 
-_RULES: Final = dict(_rules())
+_RULES: Final = dict(_list_rules())

@@ -16,7 +16,7 @@ import torch
 
 from autotp.errors import WeightsError
 
-__all__ = ["DTYPES", "Entry", "header_of", "laid_out", "read_header"]
+__all__ = ["DTYPES", "Entry", "encode_header", "lay_out_tensors", "read_header"]
 
 # in the library's order: a file begins with the tensors of the last of them
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -67,9 +67,9 @@ def read_header(path: Path) -> dict[str, Entry]:
                 f"{path}: is cut short: its header should have {length} bytes, the file has {size} "
                 f"in all. {_AGAIN}"
             )
-        rows = _parsed(path, file.read(length))
+        rows = _parse_header(path, file.read(length))
     begin = 8 + length
-    entries = {name: _entry(path, name, row, begin) for name, row in rows.items()}
+    entries = {name: _read_entry(path, name, row, begin) for name, row in rows.items()}
     last, end = None, begin
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end:
@@ -87,7 +87,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def laid_out(
+def lay_out_tensors(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
 ) -> list[Entry]:
     """The entries of a file with these tensors, in the library's order, offsets from the header's
@@ -103,8 +103,8 @@ def laid_out(
     return entries
 
 
-def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file with the entries that `laid_out` gave, its length first."""
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file with the entries that `lay_out_tensors` gave, its length first."""
     rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         rows[entry.name] = {
@@ -117,7 +117,7 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _parsed(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
+def _parse_header(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
     try:
         rows: object = json.loads(text)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
@@ -130,10 +130,10 @@ def _parsed(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
     return {name: row for name, row in found.items() if name != "__metadata__"}
 
 
-def _entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
+def _read_entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
     try:
-        dtype, shape = DTYPES.get(row["dtype"]), tuple(map(_size, row["shape"]))
-        start, stop = map(_size, row["data_offsets"])
+        dtype, shape = DTYPES.get(row["dtype"]), tuple(map(_check_size, row["shape"]))
+        start, stop = map(_check_size, row["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
             f"{path}: tensor {name}: its entry lacks dtype, shape or two offsets, or has others "
@@ -153,7 +153,7 @@ def _entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
     return Entry(name, dtype, shape, begin + start, begin + stop)
 
 
-def _size(number: object) -> int:
+def _check_size(number: object) -> int:
     """A size or a place in a file; ValueError for anything else."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(number)

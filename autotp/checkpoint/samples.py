@@ -5,14 +5,14 @@ from typing import Final
 
 from torch import Tensor
 
-from autotp.checkpoint.stored_tensor import Stored
+from autotp.checkpoint.stored_tensor import StoredTensor
 
-__all__ = ["samples"]
+__all__ = ["sample_tensors"]
 
 _ELEMENTS: Final = 1024
 
 
-def samples(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+def sample_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
     """Each tensor's name, with elements of its last dim in the middle of all others.
 
     Constraints: a sample is valid until the next is read.

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from autotp.checkpoint.directory import INDEX
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.safetensors_format import Entry, laid_out
-from autotp.checkpoint.stored_tensor import Box, whole_box
+from autotp.checkpoint.safetensors_format import Entry, lay_out_tensors
+from autotp.checkpoint.stored_tensor import Box, make_full_box
 from autotp.errors import PlanError
-from autotp.model_source import transformers_module
+from autotp.model_source import import_transformers
 
-__all__ = ["Outgoing", "outgoing"]
+__all__ = ["SaveMap", "map_saved_files"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
+class SaveMap:
     """The files of a saved model.
 
     - `files`: the entries of each, in order; `index`: the text of the index, empty if there is one
@@ -51,7 +51,7 @@ class Outgoing:
             return whole[name][tuple(slice(*span) for span in box)]
 
         tensor = self._tensors[key]
-        made = self._recipes.read(tensor, whole_box(tuple(tensor.shape)), leaf)
+        made = self._recipes.read(tensor, make_full_box(tuple(tensor.shape)), leaf)
         self._recipes.forget()
         return made
 
@@ -71,11 +71,11 @@ class Outgoing:
         return sum(e.stop - e.start for entries in self.files.values() for e in entries)
 
 
-def outgoing(whole: nn.Module, max_shard_size: int | str) -> Outgoing:
+def map_saved_files(whole: nn.Module, max_shard_size: int | str) -> SaveMap:
     """What `whole`, a transformers model on meta, is saved as."""
     model = cast("Any", whole)
-    state = _state(model)
-    loading, recipes = transformers_module("core_model_loading"), Recipes()
+    state = _list_saved_tensors(model)
+    loading, recipes = import_transformers("core_model_loading"), Recipes()
     for name, tensor in state.items():
         recipes.name(tensor, name)
     with recipes, torch.no_grad():
@@ -86,28 +86,28 @@ def outgoing(whole: nn.Module, max_shard_size: int | str) -> Outgoing:
             f"writes into tensors ({recipes.untraced}), which cannot be traced. Save what "
             "full_state_dict(rank0_only=True) gives on rank 0."
         )
-    split = _split(saved, max_shard_size)
+    split = _split_files(saved, max_shard_size)
     files = {
-        name: laid_out((key, saved[key].dtype, tuple(saved[key].shape)) for key in keys)
+        name: lay_out_tensors((key, saved[key].dtype, tuple(saved[key].shape)) for key in keys)
         for name, keys in split.filename_to_tensors.items()
     }
     index: dict[str, object] = {}
     if split.is_sharded:
         metadata = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
-    return Outgoing(files, index, saved, recipes)
+    return SaveMap(files, index, saved, recipes)
 
 
-def _state(model: Any) -> dict[str, Tensor]:
+def _list_saved_tensors(model: Any) -> dict[str, Tensor]:
     """The tensors that are saved, by the model's own keys."""
     state: dict[str, Tensor] = dict(model.state_dict())
     for name in model._keys_to_ignore_on_save or ():
         state.pop(name, None)
-    modeling = transformers_module("modeling_utils")
+    modeling = import_transformers("modeling_utils")
     return modeling.remove_tied_weights_from_state_dict(state, model)
 
 
-def _split(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
+def _split_files(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
     """Which file each tensor goes to: the library's answer for tensors with values.
 
     It keeps those that share memory in one file, such as the experts that were one parameter, and
@@ -119,8 +119,8 @@ def _split(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
             dict(saved),
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
-            get_storage_size=_bytes,
-            get_storage_id=_memory,
+            get_storage_size=_count_bytes,
+            get_storage_id=_identify_storage,
         )
     except (TypeError, ValueError) as error:
         raise PlanError(
@@ -128,10 +128,10 @@ def _split(saved: Mapping[str, Tensor], max_shard_size: int | str) -> Any:
         ) from error
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-def _memory(tensor: Tensor) -> int:
+def _identify_storage(tensor: Tensor) -> int:
     """What tells the memory of a tensor from that of others, all without any being one."""
-    return tensor.untyped_storage()._cdata if _bytes(tensor) else 0  # pyright: ignore[reportPrivateUsage]
+    return tensor.untyped_storage()._cdata if _count_bytes(tensor) else 0  # pyright: ignore[reportPrivateUsage]

@@ -17,10 +17,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from autotp.checkpoint.atomic_write import Writer, writing
+from autotp.checkpoint.atomic_write import SafetensorsWriter, report_write_errors
 from autotp.checkpoint.directory import Checkpoint, read_json
-from autotp.checkpoint.safetensors_format import Entry, laid_out, read_header
-from autotp.checkpoint.stored_tensor import File, Stored, Written
+from autotp.checkpoint.safetensors_format import Entry, lay_out_tensors, read_header
+from autotp.checkpoint.stored_tensor import CheckpointFile, SafetensorsTensor, StoredTensor
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
 
@@ -28,21 +28,22 @@ __all__ = [
     "MANIFEST",
     "PLAN",
     "Manifest",
-    "Progress",
+    "ConversionProgress",
     "check_files",
-    "check_parts",
-    "copy_beside",
-    "entries_of",
+    "check_shards",
+    "copy_other_files",
+    "list_entries",
     "is_sharded",
-    "is_whole_file",
-    "part_of",
-    "rank_file",
+    "is_complete_file",
+    "open_rank_file",
+    "name_rank_file",
     "write_tensors",
     "write_text",
 ]
 
 MANIFEST: Final = "shards.json"
 PLAN: Final = "plan.json"
+_ANEW: Final = "Remove this file, then run `autotp shard` again."
 _AGAIN: Final = "Run `autotp shard` again: it goes on with what is missing."
 
 
@@ -66,18 +67,20 @@ class Manifest:
     def read(directory: Path) -> "Manifest":
         """The manifest in a directory; WeightsError if it is none."""
         path = directory / MANIFEST
-        fields = read_json(path, "it by running `autotp shard` again")
+        fields = read_json(path, _ANEW)
         try:
             files = {name: (int(size), str(sha)) for name, (size, sha) in fields["files"].items()}
             lists = (tuple(fields["keys"]), tuple(fields["untied"]))
             made = Manifest(int(fields["tp"]), fields["dtype"], fields["job"], *lists, files)
             if not isinstance(getattr(torch, made.dtype, None), torch.dtype):
                 raise ValueError(made.dtype)
-            if absent := {rank_file(r, made.tp) for r in range(made.tp)} - files.keys():
+            if absent := {name_rank_file(r, made.tp) for r in range(made.tp)} - files.keys():
                 raise ValueError(f"{min(absent)} is not in it")
             return made
         except (KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"{path}: is no manifest of shards ({error!r}). {_AGAIN}") from error
+            raise WeightsError(
+                f"{path}: is not a manifest of shards ({error!r}). {_ANEW}"
+            ) from error
 
     def write(self, directory: Path) -> None:
         """Writes the manifest."""
@@ -89,7 +92,7 @@ class Manifest:
 
 
 @dataclass(slots=True)
-class Progress:
+class ConversionProgress:
     """The files of a job that are complete, noted beside them so that a killed one goes on."""
 
     path: Path
@@ -97,19 +100,21 @@ class Progress:
     files: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
 
     @staticmethod
-    def of(directory: Path, job: str) -> "Progress":
+    def of(directory: Path, job: str) -> "ConversionProgress":
         """What was done of a job; WeightsError if the directory holds the beginning of another."""
         path = directory / f"{MANIFEST}.part"
         if not path.is_file():
-            return Progress(path, job)
-        fields = read_json(path, "the directory by removing it")
+            return ConversionProgress(path, job)
+        fields = read_json(path, "Remove this file, then run the command again.")
         if fields.get("job") != job:
             raise WeightsError(
                 f"{directory}: holds {len(fields.get('files', {}))} files of another conversion, "
                 "or of a checkpoint that was changed since. Remove the directory, or choose another"
             )
         files = cast("dict[str, list[Any]]", fields["files"])
-        return Progress(path, job, {n: (int(size), str(sha)) for n, (size, sha) in files.items()})
+        return ConversionProgress(
+            path, job, {n: (int(size), str(sha)) for n, (size, sha) in files.items()}
+        )
 
     def note(self, name: str, size: int, sha: str) -> None:
         """Notes that a file is complete."""
@@ -122,7 +127,7 @@ class Progress:
 
     def has(self, directory: Path, name: str) -> bool:
         """Whether a file is complete and as it was written."""
-        return name in self.files and is_whole_file(directory / name, *self.files[name])
+        return name in self.files and is_complete_file(directory / name, *self.files[name])
 
 
 def is_sharded(directory: Path) -> bool:
@@ -130,7 +135,7 @@ def is_sharded(directory: Path) -> bool:
     return (directory / MANIFEST).is_file()
 
 
-def is_whole_file(path: Path, size: int, sha: str) -> bool:
+def is_complete_file(path: Path, size: int, sha: str) -> bool:
     """Whether a file has this size and SHA-256."""
     if not path.is_file() or path.stat().st_size != size:
         return False
@@ -138,22 +143,22 @@ def is_whole_file(path: Path, size: int, sha: str) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == sha
 
 
-def rank_file(rank: int, tp: int) -> str:
+def name_rank_file(rank: int, tp: int) -> str:
     """The name of a rank's file."""
     return f"rank-{rank:05d}-of-{tp:05d}.safetensors"
 
 
-def entries_of(
-    model: nn.Module, plan: Plan, rank: int, stored: Mapping[str, Stored]
+def list_entries(
+    model: nn.Module, plan: Plan, rank: int, stored: Mapping[str, StoredTensor]
 ) -> list[Entry]:
     """What a rank's file holds: its parts of the parameters, and the buffers that are stored."""
     named = dict(model.named_parameters())
     parts = [(n, named[n].dtype, r.shards[rank].shape) for n, r in plan.parameters.items()]
     buffers = [(n, b.dtype, tuple(b.shape)) for n, b in model.named_buffers() if n in stored]
-    return laid_out([*parts, *buffers])
+    return lay_out_tensors([*parts, *buffers])
 
 
-def part_of(directory: Path, tp: int, rank: int) -> Checkpoint:
+def open_rank_file(directory: Path, tp: int, rank: int) -> Checkpoint:
     """What a rank reads of a directory that was cut; its tensors are under the model's keys.
 
     Raises PlanError if it was cut for another tp, WeightsError if the file is not as written.
@@ -164,18 +169,18 @@ def part_of(directory: Path, tp: int, rank: int) -> Checkpoint:
             f"{directory}: was cut for tp {manifest.tp}, and tp is {tp}. Join it first: autotp "
             f"merge {directory} WHOLE; then load WHOLE, or cut it with autotp shard --tp {tp}."
         )
-    path = directory / rank_file(rank, tp)
+    path = directory / name_rank_file(rank, tp)
     size, _ = manifest.files[path.name]
     there = path.stat().st_size if path.is_file() else None
     if there != size:
         found = "is not there" if there is None else f"has {there} bytes"
         raise WeightsError(f"{path}: {found}, and {size} were written. {_AGAIN}")
-    file = File(path)
-    tensors = {name: Written(file, entry) for name, entry in read_header(path).items()}
+    file = CheckpointFile(path)
+    tensors = {name: SafetensorsTensor(file, entry) for name, entry in read_header(path).items()}
     return Checkpoint(directory, (path,), tensors, (file,))
 
 
-def check_parts(plan: Plan, checkpoint: Checkpoint, rank: int) -> None:
+def check_shards(plan: Plan, checkpoint: Checkpoint, rank: int) -> None:
     """Refuses a rank's file that lacks a part, or has one that is not of the plan's shape."""
     for name, record in plan.parameters.items():
         stored = checkpoint.tensors.get(name)
@@ -194,7 +199,7 @@ def check_parts(plan: Plan, checkpoint: Checkpoint, rank: int) -> None:
 def check_files(directory: Path, manifest: Manifest) -> None:
     """Refuses files that are not, to the last byte, those that were written: all are read."""
     for name, (size, sha) in manifest.files.items():
-        if not is_whole_file(directory / name, size, sha):
+        if not is_complete_file(directory / name, size, sha):
             raise WeightsError(
                 f"{directory / name}: is not the file of {size} bytes that was written (SHA-256 "
                 f"{sha[:12]}…). {_AGAIN}"
@@ -204,20 +209,22 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file that appears under its name when it is complete."""
     part = path.with_name(f"{path.name}.writing")
-    with writing(path):
+    with report_write_errors(path):
         part.write_text(text, encoding="utf-8")
         part.replace(path)
 
 
-def copy_beside(source: Path, target: Path, suffixes: tuple[str, ...], leave: set[str]) -> None:
+def copy_other_files(
+    source: Path, target: Path, suffixes: tuple[str, ...], leave: set[str]
+) -> None:
     """Copies what lies beside the weights: configurations, tokenizers, the model's own code."""
     for path in sorted(source.iterdir()):
         if path.suffix in suffixes and path.is_file() and path.name not in leave:
-            with writing(target / path.name):
+            with report_write_errors(target / path.name):
                 shutil.copyfile(path, target / path.name)
 
 
-def write_tensors(writer: Writer, make: Callable[[Entry], Tensor]) -> tuple[int, str]:
+def write_tensors(writer: SafetensorsWriter, make: Callable[[Entry], Tensor]) -> tuple[int, str]:
     """Writes what is left of a file; its size and SHA-256."""
     try:
         for entry in writer.entries[writer.done :]:

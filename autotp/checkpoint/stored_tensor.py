@@ -17,7 +17,17 @@ from torch import Tensor
 from autotp.checkpoint.safetensors_format import Entry
 from autotp.errors import WeightsError
 
-__all__ = ["Box", "File", "Pickled", "Stored", "Written", "blocks", "fill", "lengths", "whole_box"]
+__all__ = [
+    "Box",
+    "CheckpointFile",
+    "PickledTensor",
+    "StoredTensor",
+    "SafetensorsTensor",
+    "iterate_blocks",
+    "fill_tensor",
+    "measure_box",
+    "make_full_box",
+]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -28,7 +38,7 @@ _MARKS: Final = torch.empty(
 _SHORT: Final = 16  # bytes of a run below which reading what lies between is quicker
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor on disk: `label` names it and its file, as messages do."""
 
     @property
@@ -51,7 +61,7 @@ class Stored(Protocol):
         ...
 
 
-class File:
+class CheckpointFile:
     """A file that parts are read from, with the buffer they are read through."""
 
     def __init__(self, path: Path) -> None:
@@ -79,10 +89,10 @@ class File:
         self._opened = self._buffer = None
 
 
-class Written:
+class SafetensorsTensor:
     """A tensor of a safetensors file."""
 
-    def __init__(self, file: File, entry: Entry) -> None:
+    def __init__(self, file: CheckpointFile, entry: Entry) -> None:
         self._file, self.entry = file, entry
         self.label = f"tensor {entry.name} of {file.path}"
         self.dtype, self.shape = entry.dtype, entry.shape
@@ -91,14 +101,14 @@ class Written:
         """The elements in a box of at most a MB, valid until the next read."""
         cut = max((k for k, span in enumerate(box) if span != (0, self.shape[k])), default=0)
         size = self.dtype.itemsize
-        run = prod(lengths(box)[cut:]) * size
+        run = prod(measure_box(box)[cut:]) * size
         wide = (*box[:cut], *((0, n) for n in self.shape[cut:]))
-        if cut and run < _SHORT and prod(lengths(wide)) * size <= _BLOCK:
+        if cut and run < _SHORT and prod(measure_box(wide)) * size <= _BLOCK:
             # what lies between short runs is read too, in one go
             whole = self.read(wide)
             return whole.narrow(cut, box[cut][0], box[cut][1] - box[cut][0])
         places = [self.entry.start + at * size for at in self._starts(box, cut)]
-        return self._file.read(places, run, self.label).view(self.dtype).view(lengths(box))
+        return self._file.read(places, run, self.label).view(self.dtype).view(measure_box(box))
 
     def _starts(self, box: Box, cut: int) -> list[int]:
         """The elements at which runs begin, where dims after `cut` are whole."""
@@ -109,7 +119,7 @@ class Written:
         return [s + box[cut][0] * strides[cut] for s in starts] if box else starts
 
 
-class Pickled:
+class PickledTensor:
     """A tensor of a file of torch.save, mapped into memory by torch.load."""
 
     def __init__(self, path: Path, name: str, tensor: Tensor) -> None:
@@ -122,36 +132,36 @@ class Pickled:
         return self.tensor[tuple(slice(*span) for span in box)]
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
+def make_full_box(shape: tuple[int, ...]) -> Box:
     """The box that holds all of a shape."""
     return tuple((0, n) for n in shape)
 
 
-def lengths(box: Box) -> tuple[int, ...]:
+def measure_box(box: Box) -> tuple[int, ...]:
     """The shape of what is in a box."""
     return tuple(stop - start for start, stop in box)
 
 
-def fill(out: Tensor, stored: Stored, box: Box) -> None:
+def fill_tensor(out: Tensor, stored: StoredTensor, box: Box) -> None:
     """Reads a box into `out`, block by block, converted to its dtype.
 
     Raises WeightsError for NaN, or where the file ends too early.
     """
-    for part in blocks(lengths(box), stored.dtype.itemsize):
+    for part in iterate_blocks(measure_box(box), stored.dtype.itemsize):
         inner = tuple((a + s, a + e) for (a, _), (s, e) in zip(box, part, strict=True))
         found = stored.read(inner)
         _check_numbers(found, stored, inner)
         out[tuple(slice(*span) for span in part)].copy_(found)
 
 
-def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+def iterate_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
     """Boxes of at most 1 MB that make up a shape, in order."""
     if 0 in shape:
         return
-    yield from _blocks(shape, itemsize, 0)
+    yield from _iterate_blocks(shape, itemsize, 0)
 
 
-def _blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
+def _iterate_blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
     row = prod(shape[dim + 1 :]) * itemsize
     if dim == len(shape) or shape[dim] * row <= _BLOCK:
         yield tuple((0, n) for n in shape[dim:])
@@ -160,7 +170,7 @@ def _blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
     for start in range(0, shape[dim], step):
         stop = min(start + step, shape[dim])
         inner = (tuple((0, n) for n in shape[dim + 1 :]),)
-        for rest in inner if row <= _BLOCK else _blocks(shape, itemsize, dim + 1):
+        for rest in inner if row <= _BLOCK else _iterate_blocks(shape, itemsize, dim + 1):
             yield ((start, stop), *rest)
 
 
@@ -175,17 +185,17 @@ def _read_all(opened: int, view: memoryview, start: int, label: str) -> None:
         view, start = view[got:], start + got
 
 
-def _check_numbers(found: Tensor, stored: Stored, box: Box) -> None:
+def _check_numbers(found: Tensor, stored: StoredTensor, box: Box) -> None:
     if not found.is_floating_point() or found.dtype.itemsize == 1:
         return
     marks = _MARKS[: found.numel()].view(found.shape) if found.numel() <= len(_MARKS) else None
     marks = torch.ne(found, found, out=marks)
     if marks.any():
         raise WeightsError(
-            f"{stored.label}: {int(marks.sum())} of the {found.numel()} values in {_told(box)} are "
+            f"{stored.label}: {int(marks.sum())} of the {found.numel()} values in {_format_box(box)} are "
             "NaN, and every output would be. Download or save the checkpoint again."
         )
 
 
-def _told(box: Box) -> str:
+def _format_box(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"

@@ -11,29 +11,15 @@ from fractions import Fraction
 from math import ceil
 from typing import TypeAlias
 
-from autotp.algebra.placement import CONVERSIONS, Placement
+from autotp.algebra.placement import CONVERSIONS, IDENTITY, SUMS, Placement, Primitive
 from autotp.cost.collectives import time_ps
 from autotp.cost.machine import Machine
 
-__all__ = ["COLLECTIVES", "SUMS", "Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
+__all__ = ["Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
 
 Cost: TypeAlias = tuple[int, int, int, int]
 Delivered: TypeAlias = tuple[Placement, ...]
 """One or two placements that a value with several readers is brought to."""
-
-COLLECTIVES = {
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "pad_reduce": "all_reduce",
-    "rows_back_reduce": "all_reduce",
-    "reduce_rows_first": "all_reduce",
-}
-"""Primitives that communicate, and what each runs."""
-
-SUMS = frozenset({"all_reduce", "reduce_scatter"})
-"""Collectives that add, in the dtype that `reduce_dtype` asks for."""
 
 _FREE: Cost = (0, 0, 0, 0)
 _NEVER: Cost = (1, 0, 0, 0)
@@ -53,7 +39,7 @@ def primitives(
     keep: bool,
     training: bool,
     everything: bool = False,
-) -> tuple[str, str] | None:
+) -> tuple[Primitive, Primitive] | None:
     """The (forward, backward) primitives of a conversion, or None if it is forbidden.
 
     - `weight`: the value is a parameter or computed from parameters alone.
@@ -61,7 +47,7 @@ def primitives(
     - `everything`: conversions that the search leaves out are open too.
     """
     if source == target:
-        return "identity", "identity"
+        return IDENTITY, IDENTITY
     if source.kind == target.kind and source.dim == target.dim:
         return None  # two axes of one dim: gathered first
     conversion = CONVERSIONS.get((source.kind, target.kind))
@@ -134,11 +120,8 @@ class Prices:
         )
         if steps is None:
             return _NEVER
-        run = [
-            COLLECTIVES[s]
-            for s in (steps if self.flows and self.training else steps[:1])
-            if s in COLLECTIVES
-        ]
+        both = steps if self.flows and self.training else steps[:1]
+        run = [kind for step in both if (kind := step.collective)]
         cut = source if source.is_split else target
         return 0, sum(self._time(kind, cut) for kind in run), len(run), 1
 

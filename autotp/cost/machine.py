@@ -1,9 +1,9 @@
-"""The machine that a plan is priced for: what its devices hold and how fast its links carry.
+"""The machine for which the cost of a plan is estimated: its links, and figures of its devices.
 
 A machine is a file of `rules/machines/`, plain data with its sources:
 
     name = "h100"
-    devices_per_node = 8
+    description = "NVIDIA H100 SXM5 80 GB"
     [[links]]
     name = "NVLink"
     latency_ps = 10_000_000
@@ -13,7 +13,7 @@ A machine is a file of `rules/machines/`, plain data with its sources:
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -42,19 +42,20 @@ class Link:
 class Machine:
     """One kind of machine; all figures are of one device.
 
-    - `memory_bytes`, `memory_bandwidth` (bytes per second).
-    - `flops`: dtype name to dense operations per second.
+    - `links`: what costs are estimated from.
+    - `devices_per_node`, `memory_bytes`, `memory_bandwidth` (bytes per second), and `flops`: dtype
+      name to dense operations per second. A file may leave them out: no cost depends on them yet.
     - `source`: where the figures come from.
     - `device`: the torch device type that graphs for it name.
     """
 
     name: str
     description: str
-    devices_per_node: int
     links: tuple[Link, ...]
-    memory_bytes: int
-    memory_bandwidth: int
-    flops: Mapping[str, float]
+    devices_per_node: int | None = None
+    memory_bytes: int | None = None
+    memory_bandwidth: int | None = None
+    flops: Mapping[str, float] = field(default_factory=dict[str, float])
     source: str = ""
     device: str = "cuda"
 
@@ -93,7 +94,7 @@ def load_machine(name_or_path: str | Path, root: Path) -> Machine:
     return machine
 
 
-_SHAPE = "rules/machines/h100.toml shows every key that such a file has."
+_SHAPE = "rules/machines/h100.toml shows every key that such a file may have."
 
 
 def _path(name: str, root: Path) -> Path:
@@ -114,15 +115,16 @@ def _fault(machine: Machine) -> str:
     """Why the figures are impossible; empty when they are fine."""
     if not machine.links:
         return "it has no [[links]]"
-    figures = {
+    figures: dict[str, float | None] = {
         "devices_per_node": machine.devices_per_node,
         "memory_bytes": machine.memory_bytes,
         "memory_bandwidth": machine.memory_bandwidth,
     }
-    figures.update({f"flops.{name}": int(rate) for name, rate in machine.flops.items()})
+    figures |= {f"flops.{name}": rate for name, rate in machine.flops.items()}
     for link in machine.links:
         figures[f"{link.name}.bytes_per_second"] = link.bytes_per_second
         figures[f"{link.name}.reach"] = link.reach
         if link.latency_ps < 0:
             return f"{link.name}.latency_ps is {link.latency_ps}, it must not be negative"
-    return next((f"{k} is {v}, it must be positive" for k, v in figures.items() if v <= 0), "")
+    given = {name: figure for name, figure in figures.items() if figure is not None}
+    return next((f"{k} is {v}, it must be positive" for k, v in given.items() if v <= 0), "")

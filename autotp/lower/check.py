@@ -14,15 +14,27 @@ from collections.abc import Iterator, Set
 from typing import Any, cast
 
 from torch import fx
-from torch._ops import OpOverload
 
-from autotp.algebra.partition import Partition
-from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, Kind, Placement
+from autotp.algebra.placement import (
+    CONVERSION_OPS,
+    CONVERSIONS,
+    FUNCTIONAL,
+    PARTIAL,
+    REPLICATED,
+    Kind,
+    Placement,
+)
 from autotp.algebra.split import Peers, Split
-from autotp.cost.conversions import COLLECTIVES
+from autotp.capture.graph_facts import module_path, op_name
 from autotp.errors import VerifyError
 from autotp.oprules.rule import Operand
-from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
+from autotp.planner.analysis import (
+    Analysis,
+    Decision,
+    EmittedCollective,
+    Use,
+    find_differentiated_nodes,
+)
 from autotp.records.trace import TracedValue
 
 __all__ = ["check"]
@@ -31,18 +43,12 @@ _OPS: dict[str, list[tuple[Kind, Kind]]] = {}
 for _kinds, _conversion in CONVERSIONS.items():
     _OPS.setdefault(_conversion.op, []).append(_kinds)
 _ROWS = {c.op for kinds, c in CONVERSIONS.items() if "G" in kinds}
-_RAW = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-}
 
 
 def check(
     graph: fx.Graph,
     values: dict[str, TracedValue],
-    collectives: list[Emitted],
+    collectives: list[EmittedCollective],
     analysis: Analysis,
     decision: Decision,
     *,
@@ -57,7 +63,7 @@ def check(
     for node in graph.nodes:
         checker.node(node)
     checker.outputs()
-    reached = gradients_reach(graph, analysis) if training else set[fx.Node]()
+    reached = find_differentiated_nodes(graph, analysis) if training else set[fx.Node]()
     seen = Counter(_collectives(graph, reached, analysis, tp))
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:
@@ -87,7 +93,7 @@ class _Checker:
         namespace, op = _name(node)
         if namespace == "autotp" and op in _OPS:
             self._conversion(node, _OPS[op])
-        elif namespace == "_c10d_functional" and op in _RAW:
+        elif namespace == "_c10d_functional" and op in FUNCTIONAL:
             self._raw(node, op)
         elif node.op == "get_attr" and node.target in self.decision.parameters:
             self._parameter(node)
@@ -96,7 +102,7 @@ class _Checker:
 
     def outputs(self) -> None:
         """Check that what leaves the graph is replicated."""
-        outputs = cast("tuple[object, ...]", _output(self.graph).args[0])
+        outputs = cast("tuple[object, ...]", self.graph.output_node().args[0])
         for number, node in enumerate(outputs):
             if not isinstance(node, fx.Node):
                 continue
@@ -154,7 +160,7 @@ class _Checker:
         """The rows that a conversion moves are grouped by the bounds of their axis."""
         joined = (claimed, made.placement if made else claimed)
         for placement in (p for p in joined if p.is_grouped):
-            groups = self.analysis.forest.named(placement.axis).groups
+            groups = self.analysis.forest.row_groups(placement.partition)
             wanted = (groups and groups.bounds, placement.dim)
             bounds, dim = cast("tuple[fx.Node, int]", node.args[1:3])
             traced = self.values.get(bounds.name)
@@ -202,8 +208,8 @@ class _Checker:
         while _name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
             written[cast(int, found.args[1])] = tuple(cast("list[int]", found.args[2]))
             found = cast(fx.Node, found.args[0])
-        forest, partition = self.analysis.forest, Partition.of(wanted.axis)
-        cuts = {d: forest.split(dim, partition) for d, dim in enumerate(operand.dims)}
+        forest = self.analysis.forest
+        cuts = {d: forest.split(dim, wanted.partition) for d, dim in enumerate(operand.dims)}
         asked = {d: cut.encode() for d, cut in cuts.items() if cut and written.get(d)}
         return (
             wanted if wanted.is_split and wanted.dim in asked and asked == written else REPLICATED
@@ -227,14 +233,14 @@ def _collectives(
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
         namespace, op = _name(node)
-        if namespace == "_c10d_functional" and op in _RAW:
-            yield _RAW[op], "forward"
+        if namespace == "_c10d_functional" and op in FUNCTIONAL:
+            yield FUNCTIONAL[op], "forward"
         elif namespace == "autotp" and op in _OPS:
-            conversion = CONVERSIONS[_OPS[op][0]]
-            if conversion.forward in COLLECTIVES:
-                yield COLLECTIVES[conversion.forward], "forward"
-            if conversion.backward in COLLECTIVES and node in reached:
-                yield COLLECTIVES[conversion.backward], "backward"
+            forward, backward = CONVERSION_OPS[op].forward, CONVERSION_OPS[op].backward
+            if forward.collective:
+                yield forward.collective, "forward"
+            if backward.collective and node in reached:
+                yield backward.collective, "backward"
         elif namespace == "autotp" and op == "share_gradients" and node in reached:
             for _ in _buckets(node, analysis, tp):
                 yield "all_reduce", "backward"
@@ -255,9 +261,7 @@ def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
 
 
 def _name(node: fx.Node) -> tuple[str, str]:
-    if node.op != "call_function" or not isinstance(node.target, OpOverload):
-        return "", ""
-    namespace, _, name = node.target.name().partition(".")[0].partition("::")
+    namespace, _, name = op_name(node.target).partition("::")
     return namespace, name
 
 
@@ -283,10 +287,5 @@ def _counted(counts: Counter[tuple[str, str]]) -> str:
 
 
 def _at(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "")
+    path = module_path(node)
     return f"node {node.name}" + (f" in {path}" if path else "")
-
-
-def _output(graph: fx.Graph) -> fx.Node:
-    return next(n for n in reversed(graph.nodes) if n.op == "output")

@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from autotp.algebra.placement import CONVERSIONS, Placement
+from autotp.algebra.placement import ALL_GATHER, ALL_REDUCE, CONVERSIONS, Placement
 from autotp.algebra.split import Split
 from autotp.dtypes import sum_dtype
 
@@ -21,7 +21,6 @@ __all__ = ["Target", "conversion"]
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
-_SUMS = {"all_reduce", "reduce_scatter", "pad_reduce", "rows_back_reduce", "reduce_rows_first"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,9 @@ def conversion(
     - `bounds`: where groups of rows end, in a grouped one.
     """
     op = CONVERSIONS[(source.kind, target.kind)]
-    if not to.training and op.forward == "all_reduce":
+    if not to.training and op.forward == ALL_REDUCE:
         return _sum(node, to)
-    if not to.training and op.forward == "all_gather" and _is_block(cut(source), to.tp):
+    if not to.training and op.forward == ALL_GATHER and _is_block(cut(source), to.tp):
         return _gather(node, source.dim, to)
     args: list[Any] = [node]
     for placement in (source, target):
@@ -65,7 +64,7 @@ def conversion(
         if placement.is_split:
             args += [placement.dim, list(cut(placement).encode())]
     keywords: dict[str, Any] = {}
-    if _SUMS & {op.forward, op.backward} and to.reduce_dtype is not None:
+    if op.sums and to.reduce_dtype is not None:
         keywords["dtype"] = to.reduce_dtype
     function = getattr(torch.ops.autotp, op.op).default
     return node.graph.create_node(

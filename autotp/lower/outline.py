@@ -14,42 +14,18 @@ from typing import TypeAlias
 from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
-from autotp.capture.conditions import Condition
+from autotp.capture.graph_facts import module_path, module_paths, op_name
 from autotp.lower.node_meta import Kept
-from autotp.lower.regions import ROOT, SYM_SIZE, Flat, module_paths, op_name, order
+from autotp.lower.regions import ROOT, SYM_SIZE, Flat, order
+from autotp.runtime.layered_graph import LayeredGraph
 
-__all__ = ["Outlined", "Shorter", "outline"]
+__all__ = ["outline"]
 
 Arguments: TypeAlias = tuple[Argument, ...]
 Named: TypeAlias = dict[str, Argument]
 
 
-@dataclass(frozen=True, slots=True)
-class Outlined:
-    """A root graph, a graph for each layer path, and where their nodes come from.
-
-    - `root` calls `call_module` at the layer's path; a layer with several results gives a tuple.
-    - `layers`: in the order of the calls; `get_attr` targets are relative to the layer.
-    - `shorter`: what does as well where more is known of a call, the shortest first.
-    - `origin`: new node to the name of the flat node whose value it is. A call of a layer with
-      several results has none (its `getitem` nodes have); a size may have several new nodes.
-    """
-
-    root: fx.Graph
-    layers: Mapping[str, fx.Graph]
-    origin: Mapping[fx.Node, str]
-    shorter: tuple["Shorter", ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Shorter:
-    """Graphs that give the same in calls of which the conditions hold."""
-
-    conditions: frozenset[Condition]
-    graphs: Outlined
-
-
-def outline(graph: fx.Graph, kept: Kept | None = None) -> Outlined:
+def outline(graph: fx.Graph, kept: Kept | None = None) -> LayeredGraph:
     """The flat `graph` as a root and layers; what their meta have in common is one with `kept`'s.
 
     Example: `outline(program.graph).layers["model.layers.0"].python_code("self").src`.
@@ -75,7 +51,7 @@ def outline(graph: fx.Graph, kept: Kept | None = None) -> Outlined:
             origin |= layer.origin
             root.call(unit)
     root.graph.lint()
-    return Outlined(root.graph, layers, origin)
+    return LayeredGraph(root.graph, layers, origin)
 
 
 @dataclass(slots=True)
@@ -152,18 +128,19 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
     names = {n: n.name for n in graph.nodes if n.op == "placeholder"}
     for node in graph.nodes:
         if node.op == "call_function":
-            names[node] = _module_name(node, parents) or op_name(node).split("::")[-1].strip("_")
+            names[node] = _module_name(node, parents) or _function_name(node)
         elif node.target == "self":  # what generated code calls the module itself
             names[node] = "own"
     return names
 
 
+def _function_name(node: fx.Node) -> str:
+    name = op_name(node.target) or getattr(node.target, "__name__", "")
+    return name.split("::")[-1].strip("_")
+
+
 def _module_name(node: fx.Node, parents: set[str]) -> str:
-    path = _inner(node)
+    path = module_path(node)
     name = path.rpartition(".")[2]
-    leaves = path not in parents and all(_inner(user) != path for user in node.users)
+    leaves = path not in parents and all(module_path(user) != path for user in node.users)
     return name if leaves and name != "self" and not name.isdigit() else ""
-
-
-def _inner(node: fx.Node) -> str:
-    return (module_paths(node) or [""])[-1]

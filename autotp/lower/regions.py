@@ -13,24 +13,18 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
-from autotp.algebra.placement import CONVERSIONS
+from autotp.algebra.placement import CONVERSION_OPS
+from autotp.capture.graph_facts import module_paths, op_name
 
-__all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "module_paths", "op_name", "order"]
+__all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "order"]
 
 ROOT = ""
 SYM_SIZE = torch.ops.aten.sym_size.int
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
-_CALL = re.compile(r"@\d+")
-_NO_STACK = "_empty_nn_module_stack_from_metadata_hook"
 _ARITHMETIC = ("_operator", "math")
-_FREE = {
-    f"autotp::{conversion.op}"
-    for conversion in CONVERSIONS.values()
-    if conversion.forward in ("identity", "slice", "keep_first")
-}
+_FREE = {f"autotp::{op}" for op, conversion in CONVERSION_OPS.items() if conversion.forward.aliases}
 
 Unit: TypeAlias = str | fx.Node
 """What is ordered: a region by its path, or one node of the root."""
@@ -201,7 +195,7 @@ def _home(node: fx.Node, region: Mapping[fx.Node, str], position: Mapping[fx.Nod
 def _follows(node: fx.Node) -> bool:
     """Whether the nodes around `node` decide its region, not its module stack."""
     item = node.target is operator.getitem
-    return item or not module_paths(node) or op_name(node) in _FREE
+    return item or not module_paths(node) or op_name(node.target) in _FREE
 
 
 def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
@@ -209,7 +203,7 @@ def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     made_of_values = any(i in region for i in node.all_input_nodes)
-    return not made_of_values or op_name(node) in _FREE
+    return not made_of_values or op_name(node.target) in _FREE
 
 
 def _sizes(graph: fx.Graph) -> dict[fx.Node, Any]:
@@ -248,16 +242,3 @@ def _expression(size: object) -> Any:
         return None
     expression = size.node.expr
     return None if expression.is_number else expression
-
-
-def op_name(node: fx.Node) -> str:
-    """The op without its overload, e.g. `aten::linear`; a function's own name."""
-    if isinstance(node.target, OpOverload):
-        return node.target.name().split(".")[0]
-    return getattr(node.target, "__name__", "")
-
-
-def module_paths(node: fx.Node) -> list[str]:
-    """The module paths of `node`, outermost first; empty if nothing is known."""
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return [_CALL.sub("", path) for key, (path, _) in stack.items() if key != _NO_STACK]

@@ -9,7 +9,6 @@ the same on all ranks.
 """
 
 import operator
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -23,13 +22,19 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, source_of
-from autotp.cost.conversions import COLLECTIVES, Delivered
+from autotp.capture.graph_facts import Value, module_path, module_paths, source_of
+from autotp.cost.conversions import Delivered
 from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
 from autotp.lower.local_ops import FORMS, Site
 from autotp.oprules.rule import Operand
-from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
+from autotp.planner.analysis import (
+    Analysis,
+    Decision,
+    EmittedCollective,
+    Use,
+    find_differentiated_nodes,
+)
 from autotp.planner.strategy import Strategy
 from autotp.records.trace import TracedValue
 
@@ -50,7 +55,7 @@ class Rewritten:
     """
 
     graph: fx.Graph
-    collectives: list[Emitted] = field(default_factory=list[Emitted])
+    collectives: list[EmittedCollective] = field(default_factory=list[EmittedCollective])
     values: dict[str, TracedValue] = field(default_factory=dict[str, TracedValue])
     uneven: bool = False
 
@@ -72,7 +77,7 @@ class _Writer:
         self.named = {node.name: node for node in analysis.program.graph.nodes}
         self.graph = fx.Graph()
         self.result = Rewritten(self.graph)
-        self.noted: list[tuple[fx.Node | None, Emitted]] = []
+        self.noted: list[tuple[fx.Node | None, EmittedCollective]] = []
         self.plain: dict[fx.Node, fx.Node] = {}
         self.placed: dict[Value, dict[Placement, fx.Node]] = {}
         self.made: dict[Value, Placement] = {}
@@ -97,7 +102,7 @@ class _Writer:
                 self._copy(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        reached = gradients_reach(self.graph, self.analysis)
+        reached = find_differentiated_nodes(self.graph, self.analysis)
         self.result.collectives += [e for n, e in self.noted if n is None or n in reached]
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────
@@ -191,8 +196,8 @@ class _Writer:
     def _form(
         self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
-        form = FORMS[use.rule.emit if strategy.axis else ""]
-        partition = Partition.of(strategy.axis) if strategy.axis else Partition(())
+        partition = strategy.partition
+        form = FORMS[use.rule.emit if partition.parts else ""]
         self.result.uneven |= self._is_uneven(partition)
         made = next(iter(strategy.results), REPLICATED)
         bounds = self._bounds(use.rule.results[0][made.dim]) if made.is_grouped else None
@@ -258,9 +263,9 @@ class _Writer:
         """One placement a dim that is cut."""
         if placement.kind != "SS":
             return [placement]
-        cut = Partition.of(placement.axis)
+        cut = placement.partition
         places = [d for d, dim in enumerate(dims) if self.forest.present((dim,), cut).parts]
-        return [Placement("S", d, placement.axis) for d in places]
+        return [Placement("S", d, cut) for d in places]
 
     def _converted(
         self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node
@@ -292,23 +297,25 @@ class _Writer:
         if target in known:
             return
         change = CONVERSIONS[(source.kind, target.kind)]
+        forward, backward = change.forward.collective, change.backward.collective
         before = next(iter(reversed(self.graph.nodes)), None)
         new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
-        self._mark(before, value[0] if change.forward in COLLECTIVES else reader)
+        self._mark(before, value[0] if forward else reader)
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
-        where = self.causes.where(value[0] if change.forward in COLLECTIVES else reader)
-        shares = (
-            self.forest.padding(
-                Partition.of((source if source.is_split else target).axis), self.target.tp
-            ),
-        )
-        if change.forward in COLLECTIVES:
-            kind, axes = COLLECTIVES[change.forward], self.causes.forward(value, source, target)
-            self.noted.append((None, Emitted(kind, "forward", where, meta, shares, axes=axes)))
-        if self.target.training and change.backward in COLLECTIVES:
-            kind, axes = COLLECTIVES[change.backward], self.causes.backward(source, target, reader)
-            self.noted.append((new, Emitted(kind, "backward", where, meta, shares, axes=axes)))
+        where = self.causes.where(value[0] if forward else reader)
+        cut = source if source.is_split else target
+        shares = (self.forest.padding(cut.partition, self.target.tp),)
+        if forward:
+            axes = self.causes.forward(value, source, target)
+            self.noted.append(
+                (None, EmittedCollective(forward, "forward", where, meta, shares, axes=axes))
+            )
+        if self.target.training and backward:
+            axes = self.causes.backward(source, target, reader)
+            self.noted.append(
+                (new, EmittedCollective(backward, "backward", where, meta, shares, axes=axes))
+            )
 
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
@@ -328,7 +335,7 @@ class _Writer:
         return self._converted(value, REPLICATED, keep=False, reader=node)
 
     def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
-        cut = self.forest.split(dims[placement.dim], Partition.of(placement.axis))
+        cut = self.forest.split(dims[placement.dim], placement.partition)
         assert cut is not None, f"{placement} has no split"
         return cut
 
@@ -391,35 +398,31 @@ class Causes:
 
     def __init__(self, analysis: Analysis, decision: Decision) -> None:
         self.analysis, self.decision = analysis, decision
-        self.readers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
-        for use in analysis.uses.values():
-            for k, operand in enumerate(use.operands):
-                self.readers[operand.value].append((use, k))
-        paths = (_module_paths(node) for node in analysis.program.graph.nodes)
+        paths = (module_paths(node) for node in analysis.program.graph.nodes)
         self.parents = {path for stack in paths for path in stack[:-1]}
 
     def forward(self, value: Value, source: Placement, target: Placement) -> tuple[str, ...]:
         """The axes for which a conversion of `value` communicates forward."""
         if source != PARTIAL:
-            return self._axes(source.axis or target.axis)
+            return self._axes(source) or self._axes(target)
         return tuple(self._summed(value))
 
     def backward(self, source: Placement, target: Placement, reader: fx.Node) -> tuple[str, ...]:
         """The axes for which a conversion for `reader` communicates backward."""
         if target.kind != "R~":
-            return self._axes(target.axis or source.axis)
-        return self._axes(source.axis) or tuple(self._read(reader))
+            return self._axes(target) or self._axes(source)
+        return self._axes(source) or tuple(self._read(reader))
 
-    def _axes(self, text: str) -> tuple[str, ...]:
-        """The axes of a partition; with grouped rows, that of their groups."""
+    def _axes(self, placement: Placement) -> tuple[str, ...]:
+        """The axes along which a value is split; with grouped rows, that of their groups."""
         forest = self.analysis.forest
-        axes = [forest.named(name) for name in Partition.of(text).axes]
+        axes = [forest.named(name) for name in placement.partition.axes]
         groups = [forest.named(a.groups.axis) for a in axes if a.groups]
         return tuple(a.name for a in (*axes, *groups))
 
     def where(self, node: fx.Node) -> str:
         """The module path of a node; with its op where the module is more than that op's."""
-        path = (_module_paths(node) or [""])[-1]
+        path = module_path(node)
         if not path:
             return node.name
         return f"{path}.({_op_name(node)})" if path in self.parents else path
@@ -427,8 +430,8 @@ class Causes:
     def _summed(self, value: Value) -> dict[str, None]:
         """The axes over which a partial sum is to be completed, in the order of its terms."""
         strategy = self.decision.strategies.get(value[0])
-        if strategy is None or strategy.axis:
-            return dict.fromkeys(Partition.of(strategy.axis).axes if strategy else ())
+        if strategy is None or strategy.partition.parts:
+            return dict.fromkeys(strategy.partition.axes if strategy else ())
         found: dict[str, None] = {}
         operands = self.analysis.uses[value[0]].operands
         for operand, placement in zip(operands, strategy.operands, strict=True):
@@ -439,21 +442,16 @@ class Causes:
     def _read(self, reader: fx.Node) -> dict[str, None]:
         """The axes for which a reader gives a partial gradient."""
         strategy = self.decision.strategies.get(reader)
-        if strategy is None or strategy.axis:
-            return dict.fromkeys(Partition.of(strategy.axis).axes if strategy else ())
+        if strategy is None or strategy.partition.parts:
+            return dict.fromkeys(strategy.partition.axes if strategy else ())
         for result in range(len(strategy.results)):
-            for use, k in self.readers[(reader, result)]:
+            for use, k in self.analysis.readers[(reader, result)]:
                 placement = self.decision.strategies[use.node].operands[k]
                 if placement == SHARED:
                     return self._read(use.node)
                 if placement.is_grouped:
-                    return dict.fromkeys(self._axes(placement.axis))
+                    return dict.fromkeys(self._axes(placement))
         return {}
-
-
-def _module_paths(node: fx.Node) -> list[str]:
-    """The module paths that a node lies in, outermost first."""
-    return [entry[0] for entry in (node.meta.get("nn_module_stack") or {}).values()]
 
 
 def _op_name(node: fx.Node) -> str:

@@ -1,0 +1,1 @@
+"""What each op allows: the notation, the reader of rules/, and rules derived or discovered."""

@@ -10,6 +10,7 @@ A TOML row names one op or several with the same rule:
     bias = [2]
 """
 
+import hashlib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _KEYS = {
     "moves",
     "stops",
     "samples",
+    "samples_of",
     "note",
 }
 _JOINS = {"sum", "mean", "max", "none"}
@@ -63,13 +65,19 @@ class Differing:
 
 @dataclass(frozen=True, slots=True)
 class Rulebook:
-    """All rows by op name, the roles in the order they are tried, and what differs by op name."""
+    """All rows by op name, the roles in the order they are tried, and what differs by op name.
+
+    - `extensions`: the files of a user's that are merged in, each with a hash of its content;
+      `extended`: the ops whose rows come from them.
+    """
 
     rows: Mapping[str, Row]
     roles: tuple[Role, ...]
     differing: Mapping[str, tuple[Differing, ...]] = field(
         default_factory=dict[str, tuple[Differing, ...]]
     )
+    extensions: tuple[str, ...] = ()
+    extended: frozenset[str] = frozenset()
 
 
 def root() -> Path:
@@ -86,19 +94,60 @@ def root() -> Path:
     )
 
 
-@cache
-def load(directory: Path | None = None) -> Rulebook:
-    """The rulebook of `directory` (default: the package's own); RuleError names file, row and
-    key.
+def load(*paths: Path) -> Rulebook:
+    """Read autotp's own rules, with those of `paths` merged over them.
+
+    - A file replaces the rows of the ops that it names, and adds to `differing`.
+    - A directory that has a roles.toml is a rulebook of its own, and replaces autotp's.
+
+    Example: `load(Path("my_rules.toml")).rows["mylib.scale.default"]`.
+
+    Raises RuleError, which names the file, the row and the key.
     """
-    base = directory or root()
+    book = _load_directory(root())
+    for path in paths:
+        book = _load_directory(path) if path.is_dir() else _merge_file(book, path)
+    return book
+
+
+@cache
+def _load_directory(directory: Path) -> Rulebook:
     rows: dict[str, Row] = {}
-    for path in sorted((base / "aten").glob("*.toml")):
-        for row in _rows(path):
+    if not (directory / "roles.toml").is_file():
+        raise RuleError(
+            f"{directory}: has no roles.toml, so it is not a directory of rules. Give a TOML file "
+            "of rules, or a directory made like autotp's own."
+        )
+    for path in sorted((directory / "aten").glob("*.toml")):
+        for row in _rows(path, _read(path)):
             if row.op in rows:
                 raise RuleError(f"{path}: op {row.op} has a row already, in {rows[row.op].source}")
             rows[row.op] = row
-    return Rulebook(rows, _roles(base / "roles.toml"), _differing(base / "differing.toml"))
+    differing = directory / "differing.toml"
+    entries = _differing(differing, _read(differing)) if differing.is_file() else {}
+    return Rulebook(rows, _roles(directory / "roles.toml"), entries)
+
+
+def _merge_file(book: Rulebook, path: Path) -> Rulebook:
+    """Merge a user's file over a rulebook."""
+    content = _read(path)
+    unknown = sorted(set(content) - {"row", "differing"})
+    if unknown or not content:
+        what = f"has the unknown table {unknown[0]!r}" if unknown else "is empty"
+        raise RuleError(f"{path}: {what}. Give [[row]] entries, as docs/add-a-rule.md shows.")
+    rows: dict[str, Row] = {}
+    for row in _rows(path, content):
+        if row.op in rows:
+            raise RuleError(f"{path}: op {row.op} has two rows. Give it one.")
+        rows[row.op] = row
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return Rulebook(
+        {**book.rows, **rows},
+        book.roles,
+        {**book.differing, **_differing(path, content)},
+        (*book.extensions, f"{path.name} {digest}"),
+        book.extended | rows.keys(),
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -108,8 +157,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise RuleError(f"{path}: cannot be read: {error}") from None
 
 
-def _rows(path: Path) -> Iterator[Row]:
-    for number, entry in enumerate(cast("list[dict[str, Any]]", _read(path).get("row", [])), 1):
+def _rows(path: Path, content: Mapping[str, Any]) -> Iterator[Row]:
+    for number, entry in enumerate(cast("list[dict[str, Any]]", content.get("row", [])), 1):
         where = f"{path}, row {number}"
         try:
             yield from _row(entry, path.name)
@@ -127,6 +176,7 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
         raise RuleError("needs exactly one of `rule` and `derive`")
     signature = parse(entry["rule"]) if "rule" in entry else None
     _check(entry, signature)
+    samples = _samples(entry)
     for op in entry["ops"]:
         yield Row(
             op=op,
@@ -145,8 +195,23 @@ def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
             stops=frozenset(entry.get("stops", ())),
             note=entry.get("note", ""),
             source=source,
-            samples=tuple(entry.get("samples", ())),
+            samples=samples[op],
         )
+
+
+def _samples(entry: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """The sample calls of each op: its own in `samples_of`, otherwise the row's."""
+    shared, own = entry.get("samples", []), entry.get("samples_of", {})
+    for op in own:
+        if op not in entry["ops"]:
+            raise RuleError(
+                f"`samples_of` has {op!r}, which is not one of the row's `ops`. Add it to `ops`; "
+                "if it is a key of the row, write it above [row.samples_of]"
+            )
+    for key, calls in {"samples": shared, **own}.items():
+        if not isinstance(calls, list) or not all(isinstance(x, str) for x in cast(Any, calls)):
+            raise RuleError(f'`{key}` must be a list of calls as text, such as ["real(6, 12), 1"]')
+    return {op: tuple(own.get(op, shared)) for op in entry["ops"]}
 
 
 def _check(entry: dict[str, Any], signature: Signature | None) -> None:
@@ -182,11 +247,9 @@ def _roles(path: Path) -> tuple[Role, ...]:
     )
 
 
-def _differing(path: Path) -> dict[str, tuple[Differing, ...]]:
+def _differing(path: Path, content: Mapping[str, Any]) -> dict[str, tuple[Differing, ...]]:
     found: dict[str, tuple[Differing, ...]] = {}
-    if not path.is_file():
-        return found
-    entries = cast("list[dict[str, Any]]", _read(path).get("differing", []))
+    entries = cast("list[dict[str, Any]]", content.get("differing", []))
     for number, entry in enumerate(entries, 1):
         if entry.get("phase") not in ("forward", "backward") or not entry.get("why"):
             raise RuleError(

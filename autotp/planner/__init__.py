@@ -1,0 +1,1 @@
+"""Graph and rules become a problem, and its solution a Plan: decides, and writes no code."""

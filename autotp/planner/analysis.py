@@ -3,9 +3,11 @@
 The verbs that make them are in `passes/`, one a file; stages know each other only by these nouns.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -13,6 +15,7 @@ from torch import fx
 
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import Placement
+from autotp.algebra.split import Split
 from autotp.capture.graph_facts import Value, results_of, source_of
 from autotp.capture.program import Program
 from autotp.cost.conversions import Delivered, Prices
@@ -24,14 +27,14 @@ __all__ = [
     "Analysis",
     "AxisPair",
     "Decision",
-    "Emitted",
+    "EmittedCollective",
     "Matching",
     "Use",
-    "Kept",
-    "gradients_reach",
-    "gradients_return",
-    "kept_outputs",
-    "leaving_whole",
+    "CacheOutput",
+    "find_differentiated_nodes",
+    "find_gradient_targets",
+    "list_cache_outputs",
+    "list_model_outputs",
 ]
 
 
@@ -45,7 +48,7 @@ class Use:
     row: Row | None
 
 
-@dataclass(slots=True)
+@dataclass
 class Analysis:
     """All that is known of a program before anything is chosen.
 
@@ -72,6 +75,37 @@ class Analysis:
     differing: Mapping[str, Sequence[Differing]] = field(
         default_factory=dict[str, Sequence[Differing]]
     )
+
+    @cached_property
+    def readers(self) -> Mapping[Value, list[tuple[Use, int]]]:
+        """The ops that read each value, in program order, with the number of the operand.
+
+        Constraints: to be asked for when `uses` is complete.
+        """
+        found: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
+        for use in self.uses.values():
+            for k, operand in enumerate(use.operands):
+                found[operand.value].append((use, k))
+        return found
+
+    def readers_of_parameter(self, name: str) -> Iterator[tuple[Use, int]]:
+        """The readers of a parameter, past values that are computed from parameters alone."""
+        return self._readers_past_weights((self.parameters[name], 0))
+
+    def _readers_past_weights(self, value: Value) -> Iterator[tuple[Use, int]]:
+        for use, k in self.readers[value]:
+            results = [(use.node, r) for r in range(len(use.rule.results))]
+            inner = [r for r in results if r in self.weights]
+            if not inner:
+                yield use, k
+            for result in inner:
+                yield from self._readers_past_weights(result)
+
+    def split(self, value: Value, placement: Placement) -> Split | None:
+        """How the dim of a value that `placement` names is split; None where it is not split."""
+        if not placement.is_split:
+            return None
+        return self.forest.split(self.dims[value][placement.dim], placement.partition)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +162,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheOutput:
     """A tensor of a cache that leaves the program, and may lie as it was made.
 
     - `number`: of the output; `path`: in the cache; `taken`: the placeholder whose place it takes
@@ -142,7 +176,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
+class EmittedCollective:
     """One collective as written: what runs, phase, where, and the whole (unsplit) values it moves.
 
     - `shares`: for each value, how many of its bytes move: a part of it, or more where uneven parts
@@ -162,23 +196,23 @@ class Emitted:
     axes: tuple[str, ...] = ()
 
 
-def kept_outputs(analysis: Analysis) -> list[Kept]:
+def list_cache_outputs(analysis: Analysis) -> list[CacheOutput]:
     """The tensors of caches among the outputs, those that depend on parameters or on a cache."""
     program = analysis.program
     inputs = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     outputs = cast("Sequence[object]", program.graph.output_node().args[0])
-    found: list[Kept] = []
+    found: list[CacheOutput] = []
     for number, carried in program.carried.items():
         node = outputs[number]
         if isinstance(node, fx.Node) and source_of(node) in analysis.dims:
             taken = inputs.get(carried.taken.replace(".", "_"))
             known = taken is not None and (taken, 0) in analysis.dims
             value = source_of(node)
-            found.append(Kept(number, carried.path, value, taken if known else None))
+            found.append(CacheOutput(number, carried.path, value, taken if known else None))
     return found
 
 
-def leaving_whole(analysis: Analysis) -> set[Value]:
+def list_model_outputs(analysis: Analysis) -> set[Value]:
     """The values that are outputs of the model, and so are whole on every rank."""
     outputs = cast("Sequence[object]", analysis.program.graph.output_node().args[0])
     carried = analysis.program.carried
@@ -186,7 +220,7 @@ def leaving_whole(analysis: Analysis) -> set[Value]:
     return {source_of(n) for n in nodes}
 
 
-def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
+def find_differentiated_nodes(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
     """The nodes of `graph`, the program's or what became of it, that a backward pass goes through.
 
     Gradients are asked for by what is trained (parameters, inputs that require grad), forward
@@ -198,10 +232,10 @@ def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
         asks = any(n in asking for n in _passing(node, analysis))
         if ((node.op, node.target) in trained or asks) and _takes_gradient(node):
             asking.add(node)
-    return asking & gradients_return(graph, analysis)
+    return asking & find_gradient_targets(graph, analysis)
 
 
-def gradients_return(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
+def find_gradient_targets(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
     """The nodes of `graph` to which a gradient would come back from the outputs, asked for or not.
 
     None comes back to what is only used where gradients stop: under no_grad, or detached.

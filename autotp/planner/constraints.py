@@ -1,20 +1,24 @@
 """What overrides, or a plan given to follow, leave to each parameter."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
 
 from autotp.algebra.axis import Atom
-from autotp.algebra.partition import Partition
-from autotp.algebra.placement import Placement
+from autotp.algebra.placement import Placement, split
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching
-from autotp.planner.layouts import Layouts, check_layout, overridden
+from autotp.planner.layouts import Layouts, check_layout, matches_glob
 from autotp.records.plan import Plan
 
-__all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed", "within"]
+__all__ = [
+    "OverrideConstraint",
+    "PlanConstraint",
+    "constrain_to_overrides",
+    "constrain_to_plan",
+    "check_followed_plan",
+]
 
 _NO_SUCH_DIM = {
     "column": "no op that reads it turns a dim of it into one of its result",
@@ -24,7 +28,7 @@ _NO_SUCH_DIM = {
 }
 
 
-def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
+def check_followed_plan(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
     where = f"plan= (for {drawn.model}, tp {drawn.tp})"
     if drawn.tp != tp:
@@ -32,7 +36,7 @@ def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     if drawn.fingerprint != fingerprint(whole):
         raise PlanError(
             f"{where}: its {len(drawn.parameters)} parameters are not the "
-            f"{len(whole.parameters)} of {whole.name}{_difference(drawn, whole)}. "
+            f"{len(whole.parameters)} of {whole.name}{_describe_difference(drawn, whole)}. "
             "Give the plan of this very model, or none."
         )
     if drawn.training != training:
@@ -43,47 +47,34 @@ def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     return drawn
 
 
-def within(drawn: Plan, whole: Whole, part: Whole) -> Plan:
-    """The plan of a part of the model, by the part's own names."""
-    named = {id(tensor): name for name, tensor in whole.parameters.items()}
-    parameters = {
-        name: replace(drawn.parameters[named[id(tensor)]], name=name)
-        for name, tensor in part.parameters.items()
-    }
-    nothing: dict[str, Any] = {"pairs": (), "collectives": (), "choices": {}, "caches": {}}
-    return replace(
-        drawn, model=part.name, fingerprint=fingerprint(part), parameters=parameters, **nothing
-    )
-
-
-def as_planned(plan: Plan, analysis: Analysis) -> dict[str, "AsPlanned"]:
+def constrain_to_plan(plan: Plan, analysis: Analysis) -> dict[str, "PlanConstraint"]:
     """Every parameter split as `plan` says; whole ones stay whole, however gradients are summed."""
-    return {name: AsPlanned(plan, analysis, name) for name in analysis.parameters}
+    return {name: PlanConstraint(plan, analysis, name) for name in analysis.parameters}
 
 
-def as_overridden(
+def constrain_to_overrides(
     overrides: Mapping[str, str], whole: Whole, analysis: Analysis, matching: Matching, tp: int
-) -> dict[str, "AsAsked"]:
+) -> dict[str, "OverrideConstraint"]:
     """What `overrides` (globs to layouts) leave to the parameters they name; later ones win.
 
     A bias follows its product: where a glob names it beside a weight that is to be cut along a
     contracted axis or the vocabulary, it is left free. So is what a glob names beside experts.
     """
-    allowed: dict[str, AsAsked] = {}
+    allowed: dict[str, OverrideConstraint] = {}
     layouts = Layouts(analysis, matching)
     for glob, layout in overrides.items():
-        chosen = _chosen(glob, layout, whole, analysis)
+        chosen = _match_glob(glob, layout, whole, analysis)
         several = matching.experts.keys() & {*chosen}
         for name in chosen:
             follows = name != glob and layout not in ("column", "replicated")
             beside = layout == "expert" and several and name not in several
             if not (follows and (beside or layouts.is_bias(name))):
-                allowed[name] = AsAsked(layouts, name, glob, layout, tp)
+                allowed[name] = OverrideConstraint(layouts, name, glob, layout, tp)
     return allowed
 
 
 @dataclass(frozen=True, slots=True)
-class AsPlanned:
+class PlanConstraint:
     """One parameter, split as a plan says."""
 
     plan: Plan
@@ -92,14 +83,13 @@ class AsPlanned:
 
     def __call__(self, placement: Placement) -> bool:
         """Whether `placement` cuts the parameter as the plan does."""
-        record, forest = self.plan.parameters[self.name], self.analysis.forest
+        record = self.plan.parameters[self.name]
         if not placement.is_split:
             return record.dim is None
         if placement.dim != record.dim:
             return False
-        dims = self.analysis.dims[(self.analysis.parameters[self.name], 0)]
-        split = forest.split(dims[placement.dim], Partition.of(placement.axis))
-        return split is not None and split.encode() == record.split
+        cut = self.analysis.split((self.analysis.parameters[self.name], 0), placement)
+        return cut is not None and cut.encode() == record.split
 
     def refusal(self, possible: Sequence[Placement]) -> str:
         """That no op of this graph can read the parameter as the plan cuts it."""
@@ -113,7 +103,7 @@ class AsPlanned:
 
 
 @dataclass(frozen=True, slots=True)
-class AsAsked:
+class OverrideConstraint:
     """One parameter, laid out as an override asks."""
 
     layouts: Layouts
@@ -163,7 +153,7 @@ class AsAsked:
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
             for axis in analysis.forest.leaves(dim):
                 if self._units(axis) > 1 and not axis.data:
-                    yield Placement("S", number, axis.name), axis
+                    yield split(number, axis.name), axis
 
     def _offers(self, possible: Sequence[Placement]) -> list[str]:
         forest = self.layouts.analysis.forest
@@ -171,8 +161,8 @@ class AsAsked:
         for placement in possible:
             if placement.is_split:
                 cut = self.layouts.of(self.name, placement), placement.dim
-                parts = Partition.of(placement.axis).parts
-                axes.setdefault(cut, []).extend(forest.named(p.axis) for p in parts)
+                names = placement.partition.axes
+                axes.setdefault(cut, []).extend(forest.named(name) for name in names)
         cuts = (
             f"{of} (dim {dim}, its axis {self._either(found)})" for (of, dim), found in axes.items()
         )
@@ -186,10 +176,10 @@ class AsAsked:
         return " or ".join(dict.fromkeys(told)).removeprefix("one ")
 
 
-def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
+def _match_glob(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
     """The parameters that a glob names."""
     check_layout(glob, layout)
-    names = [n for n in analysis.parameters if overridden(n, glob)]
+    names = [n for n in analysis.parameters if matches_glob(n, glob)]
     if not names:
         every = list(whole.parameters)
         close = get_close_matches(glob, every, 3, 0.3) or every[:3]
@@ -200,7 +190,7 @@ def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[st
     return names
 
 
-def _difference(drawn: Plan, whole: Whole) -> str:
+def _describe_difference(drawn: Plan, whole: Whole) -> str:
     for name, record in drawn.parameters.items():
         tensor = whole.parameters.get(name)
         if tensor is None:

@@ -32,24 +32,24 @@ from autotp.cost.conversions import Cost, Delivered, Prices
 from autotp.errors import PlanError
 from autotp.planner.analysis import (
     Analysis,
+    CacheOutput,
     Decision,
-    Kept,
     Matching,
     Use,
-    kept_outputs,
-    leaving_whole,
+    list_cache_outputs,
+    list_model_outputs,
 )
-from autotp.planner.strategy import Facts, Strategy, strategies
+from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
 
-__all__ = ["Posed", "decide", "pose"]
+__all__ = ["PlacementProblem", "formulate", "interpret_solution"]
 
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
 
 
 @dataclass(slots=True)
-class Posed:
+class PlacementProblem:
     """The problem, and what its variables and choices stand for."""
 
     problem: Problem
@@ -65,12 +65,12 @@ class Posed:
         return {node: domain for node, (_, domain) in self.uses.items()}
 
 
-def pose(analysis: Analysis, matching: Matching, terms: Terms) -> Posed:
+def formulate(analysis: Analysis, matching: Matching, terms: Terms) -> PlacementProblem:
     """The placement problem of `analysis` under `terms`."""
-    return _Poser(analysis, matching, terms).posed()
+    return _Formulation(analysis, matching, terms).posed()
 
 
-def decide(posed: Posed, solution: Solution) -> Decision:
+def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
     """The placements that a solution stands for."""
     return Decision(
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.parameters.items()},
@@ -81,7 +81,7 @@ def decide(posed: Posed, solution: Solution) -> Decision:
     )
 
 
-class _Poser:
+class _Formulation:
     """Variables and edges while they are collected."""
 
     def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
@@ -91,9 +91,9 @@ class _Poser:
         self.unary: dict[object, NDArray[np.int64]] = {}
         self.tables: dict[object, NDArray[np.int64]] = {}
         self.prices: dict[Value, Prices] = {}
-        self.paddings: dict[str, Fraction] = {"": Fraction(1)}
-        self.weights = Weights(analysis, matching, terms)
-        self.caches = Caches(analysis, terms)
+        self.paddings: dict[Partition, Fraction] = {}
+        self.weights = WeightCosts(analysis, matching, terms)
+        self.caches = CacheDomains(analysis, terms)
         self.order = {n.name: k for k, n in enumerate(analysis.program.graph.nodes)}
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
@@ -102,7 +102,7 @@ class _Poser:
         self.delivered: dict[Value, tuple[int, tuple[Delivered, ...]]] = {}
         self.kept: dict[str | int, tuple[int, tuple[Placement, ...]]] = {}
 
-    def posed(self) -> Posed:
+    def posed(self) -> PlacementProblem:
         """The whole problem."""
         chosen = {node: self._strategies(use) for node, use in self.analysis.uses.items()}
         self._find_readers()
@@ -117,20 +117,20 @@ class _Poser:
             self._read(use)
         self._outputs()
         problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
-        return Posed(problem, self.parameters, self.uses, self.delivered, self.prices, self.kept)
+        return PlacementProblem(
+            problem, self.parameters, self.uses, self.delivered, self.prices, self.kept
+        )
 
     def _find_readers(self) -> None:
-        for use in self.analysis.uses.values():
-            for k, operand in enumerate(use.operands):
-                if operand.value in self.analysis.dims:
-                    self.readers[operand.value].append((use, k))
+        for value in self.analysis.dims:
+            self.readers[value] += self.analysis.readers[value]
         for value in self._output_values():
             self.readers[value].append((None, 0))
         for kept in self.caches.outputs:
             self.readers[kept.value].append((None, kept.number))
 
     def _output_values(self) -> list[Value]:
-        found = leaving_whole(self.analysis)
+        found = list_model_outputs(self.analysis)
         every = [source_of(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
         return [v for v in dict.fromkeys(every) if v in found and v in self.analysis.dims]
 
@@ -154,16 +154,13 @@ class _Poser:
         )
         tp, training = self.terms.tp, self.terms.training
         forest, offers = analysis.forest, self.terms.offers
-        found = strategies(use.rule, facts, forest, tp, training=training, offers=offers)
+        found = derive_strategies(use.rule, facts, forest, tp, training=training, offers=offers)
         return tuple(s for s in found if self._is_bounded(use.node, s))
 
     def _is_bounded(self, node: Any, strategy: Strategy) -> bool:
         """Whether rows are grouped by bounds that are known where the node stands."""
-        for axis in Partition.of(strategy.axis).axes:
-            groups = self.analysis.forest.named(axis).groups
-            if groups and self.order[groups.bounds] >= self.order[node.name]:
-                return False
-        return True
+        groups = self.analysis.forest.row_groups(strategy.partition)
+        return groups is None or self.order[groups.bounds] < self.order[node.name]
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
 
@@ -284,17 +281,17 @@ class _Poser:
                 value in self.analysis.weights,
                 self.terms.training,
                 self.terms.tp,
-                self.terms.machine,
+                self.terms.request.machine,
                 self.terms.everything,
-                lambda placement: self._padding(placement.axis),
+                lambda placement: self._padding(placement.partition),
             )
         return found
 
-    def _padding(self, partition: str) -> Fraction:
+    def _padding(self, partition: Partition) -> Fraction:
         found = self.paddings.get(partition)
         if found is None:
-            cut, tp = Partition.of(partition), self.terms.tp
-            found = self.paddings[partition] = self.analysis.forest.padding(cut, tp)
+            found = self.analysis.forest.padding(partition, self.terms.tp)
+            self.paddings[partition] = found
         return found
 
     def _read(self, use: Use) -> None:
@@ -340,11 +337,11 @@ class _Poser:
         cost: Callable[[Any, Any], Cost],
         kind: str,
     ) -> None:
-        same = _canonical(rows, columns, self._padding)
+        same = _canonicalise(rows, columns, self._padding)
         key = (kind, prices.size, prices.summed, prices.flows, prices.weight, same)
         table = self.tables.get(key)
         if table is None:
-            table = self.tables[key] = _table(rows, columns, cost)
+            table = self.tables[key] = _tabulate_costs(rows, columns, cost)
         self.edges.append(Edge(first, second, table))
 
     def _outputs(self) -> None:
@@ -366,7 +363,7 @@ class _Poser:
             self._reader(value, sink, [REPLICATED], keep=False)
 
 
-def _table(
+def _tabulate_costs(
     rows: Sequence[Any], columns: Sequence[Any], cost: Callable[[Any, Any], Cost]
 ) -> NDArray[np.int64]:
     table = np.zeros((len(LEVELS), len(rows), len(columns)), np.int64)
@@ -378,16 +375,16 @@ def _table(
     return table
 
 
-def _canonical(
-    rows: Iterable[Any], columns: Iterable[Any], padding: Callable[[str], Fraction]
+def _canonicalise(
+    rows: Iterable[Any], columns: Iterable[Any], padding: Callable[[Partition], Fraction]
 ) -> object:
     """Placements with axes numbered by first appearance: equal for equal layers."""
-    numbers: dict[str, int] = {}
+    numbers: dict[Partition, int] = {}
 
     def plain(item: Placement | Iterable[Any]) -> object:
         if isinstance(item, Placement):
-            number = numbers.setdefault(item.axis, len(numbers))
-            return item.kind, item.dim, padding(item.axis), number
+            number = numbers.setdefault(item.partition, len(numbers))
+            return item.kind, item.dim, padding(item.partition), number
         return tuple(plain(p) for p in item)
 
     return tuple(plain(r) for r in rows), tuple(plain(c) for c in columns)
@@ -401,7 +398,7 @@ class WeightCost(NamedTuple):
     held: int
 
 
-class Weights:
+class WeightCosts:
     """The parameters of one program under one set of terms."""
 
     def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
@@ -410,9 +407,9 @@ class Weights:
 
     def cost(self, name: str, value: Value, placement: Placement) -> WeightCost:
         """What parameter `name` costs in `placement`."""
-        size, split = self._bytes(value), self._split(value, placement)
+        size, split = self._bytes(value), self.analysis.split(value, placement)
         home, off = self._home(name, size), 0
-        if home and home.isdisjoint(Partition.of(placement.axis).axes):
+        if home and home.isdisjoint(placement.partition.axes):
             off = size
         elif home and split is not None:  # segments without the axis stay whole
             off = size * split.whole() // split.length()
@@ -420,8 +417,7 @@ class Weights:
         return WeightCost(off, self._bucket(placement, split, summed), self._held(split, size))
 
     def _bytes(self, value: Value) -> int:
-        meta = self.analysis.metas[value]
-        return meta.numel() * meta.element_size()
+        return self.analysis.metas[value].nbytes
 
     def _held(self, split: Split | None, size: int) -> int:
         """The bytes that the fullest rank holds."""
@@ -429,18 +425,11 @@ class Weights:
             return size
         return size * split.local_length(0, self.terms.tp) // split.length()
 
-    def _split(self, value: Value, placement: Placement) -> Split | None:
-        """How a parameter is cut; None if it is whole."""
-        if not placement.is_split:
-            return None
-        dim = self.analysis.dims[value][placement.dim]
-        return self.analysis.forest.split(dim, Partition.of(placement.axis))
-
     def _home(self, name: str, size: int) -> frozenset[str]:
         """Names of the axes one of which the parameter should be split along; empty if it is
         free.
         """
-        if size < self.terms.shard_threshold * self.largest:
+        if size < self.terms.request.shard_threshold * self.largest:
             return frozenset()
         offers, tp = self.terms.offers, self.terms.tp
         open_axes = offers.uneven.union(*(p.axes for p in offers.joint))
@@ -459,7 +448,7 @@ class Weights:
         return sum(self._moving(size * n // split.length(), p.count) for p, n in shared)
 
     def _moving(self, size: int, ranks: int) -> int:
-        machine = self.terms.machine
+        machine = self.terms.request.machine
         nothing = time_ps("all_reduce", 0, ranks, machine)
         return time_ps("all_reduce", size, ranks, machine) - nothing
 
@@ -468,7 +457,7 @@ Cut = tuple[int | None, tuple[int, ...]]
 """What of a value each rank has, apart from how axes are called: a dim and its encoded split."""
 
 
-class Caches:
+class CacheDomains:
     """The tensors of a program's cache.
 
     - `outputs`: those that it gives; `paths`: those that it takes, by placeholder.
@@ -476,7 +465,7 @@ class Caches:
 
     def __init__(self, analysis: Analysis, terms: Terms) -> None:
         self.analysis, self.terms = analysis, terms
-        self.outputs = kept_outputs(analysis)
+        self.outputs = list_cache_outputs(analysis)
         self.paths = {kept.taken: kept.path for kept in self.outputs if kept.taken}
 
     def taken(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
@@ -487,13 +476,13 @@ class Caches:
         cuts = sorted(p for p in wanted if p.kind == "S")
         return self._as_before(path, (node, 0), [REPLICATED, *cuts])
 
-    def given(self, kept: Kept, made: Sequence[Placement]) -> list[Placement]:
+    def given(self, kept: CacheOutput, made: Sequence[Placement]) -> list[Placement]:
         """How an output may lie: as it was made, or whole."""
         cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
         return self._as_before(kept.path, kept.value, [REPLICATED, *cuts])
 
     def tied(
-        self, kept: Kept, before: Sequence[Placement], after: Sequence[Placement]
+        self, kept: CacheOutput, before: Sequence[Placement], after: Sequence[Placement]
     ) -> NDArray[np.int64]:
         """The costs of an edge by which an output lies as the input whose place it takes."""
         assert kept.taken is not None
@@ -522,6 +511,5 @@ class Caches:
     def _cut(self, placement: Placement, value: Value) -> Cut:
         if not placement.is_split:
             return None, ()
-        dim = self.analysis.dims[value][placement.dim]
-        split = self.analysis.forest.split(dim, Partition.of(placement.axis))
+        split = self.analysis.split(value, placement)
         return placement.dim, split.encode() if split else ()

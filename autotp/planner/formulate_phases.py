@@ -8,30 +8,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value
-from autotp.planner.analysis import Analysis, kept_outputs
-from autotp.planner.formulate import Posed
-from autotp.solver.joint import Phase, Tie, joined
+from autotp.planner.analysis import Analysis, list_cache_outputs
+from autotp.planner.formulate import PlacementProblem
+from autotp.solver.joint import Phase, Tie, merge_phases
 from autotp.solver.problem import Problem
 
-__all__ = ["PosedPhase", "pose_phases"]
+__all__ = ["PlannedPhase", "formulate_phases"]
 
 _Held = tuple[int, tuple[Placement, ...], Value]
 """A variable with its domain, and the value that it places."""
 
 
 @dataclass(frozen=True, slots=True)
-class PosedPhase:
+class PlannedPhase:
     """One phase: its program as analysed, its problem, how often it runs."""
 
     analysis: Analysis
-    posed: Posed
+    posed: PlacementProblem
     calls: int
 
 
-def pose_phases(phases: Sequence[PosedPhase]) -> tuple[list[Phase], Problem]:
+def formulate_phases(phases: Sequence[PlannedPhase]) -> tuple[list[Phase], Problem]:
     """The problem of each phase with what it counts, and the one problem of all."""
     counted: set[str] = set()
     parts: list[Phase] = []
@@ -40,55 +39,54 @@ def pose_phases(phases: Sequence[PosedPhase]) -> tuple[list[Phase], Problem]:
         again = frozenset(v for name, (v, _) in posed.items() if name in counted)
         counted |= {*posed}
         parts.append(Phase(phase.posed.problem, phase.calls, again))
-    return parts, joined(parts, list(_ties(phases)))
+    return parts, merge_phases(parts, list(_tie_phases(phases)))
 
 
-def _ties(phases: Sequence[PosedPhase]) -> Iterator[Tie]:
+def _tie_phases(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
     """Each phase's weights with the first that has them, its cache with the one before."""
     weights: dict[str, tuple[int, Analysis, _Held]] = {}
     left: dict[str, tuple[int, Analysis, _Held]] = {}
     for number, phase in enumerate(phases):
         analysis = phase.analysis
-        for name, held in _weights(phase).items():
-            yield from _tied(
+        for name, held in _list_weights(phase).items():
+            yield from _tie_variables(
                 weights.setdefault(name, (number, analysis, held)), number, phase, held
             )
-        taken, given = _caches(phase)
+        taken, given = _list_caches(phase)
         for path, held in taken.items():
             if path in left:
-                yield from _tied(left[path], number, phase, held)
+                yield from _tie_variables(left[path], number, phase, held)
         left |= {path: (number, analysis, held) for path, held in given.items()}
 
 
-def _tied(
-    before: tuple[int, Analysis, _Held], number: int, phase: PosedPhase, held: _Held
+def _tie_variables(
+    before: tuple[int, Analysis, _Held], number: int, phase: PlannedPhase, held: _Held
 ) -> Iterator[Tie]:
     first, analysis, (variable, domain, value) = before
     if first == number:
         return
     ours, choices, here = held
-    cuts = [_cut(analysis, value, p) for p in domain]
-    agree = [[cut == _cut(phase.analysis, here, p) for p in choices] for cut in cuts]
+    cuts = [_describe_split(analysis, value, p) for p in domain]
+    agree = [[cut == _describe_split(phase.analysis, here, p) for p in choices] for cut in cuts]
     yield Tie((first, variable), (number, ours), np.array(agree))
 
 
-def _weights(phase: PosedPhase) -> dict[str, _Held]:
+def _list_weights(phase: PlannedPhase) -> dict[str, _Held]:
     nodes = phase.analysis.parameters
     return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.posed.parameters.items()}
 
 
-def _caches(phase: PosedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
+def _list_caches(phase: PlannedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
     """The tensors of a cache that a phase takes, and those that it gives, by path."""
     kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.posed.kept
-    outputs = kept_outputs(phase.analysis)
+    outputs = list_cache_outputs(phase.analysis)
     taken = {k.path: (*kept[k.taken.name], (k.taken, 0)) for k in outputs if k.taken is not None}
     return taken, {k.path: (*kept[k.number], k.value) for k in outputs}
 
 
-def _cut(analysis: Analysis, value: Value, placement: Placement) -> object:
+def _describe_split(analysis: Analysis, value: Value, placement: Placement) -> object:
     """What each rank has of a value, apart from how its axes are called in one program."""
     if not placement.is_split:
         return "R", None, ()
-    dim = analysis.dims[value][placement.dim]
-    split = analysis.forest.split(dim, Partition.of(placement.axis))
+    split = analysis.split(value, placement)
     return placement.kind[0], placement.dim, split.encode() if split else ()

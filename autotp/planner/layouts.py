@@ -8,20 +8,17 @@ norm        a whole vector that scales or shifts what it meets
 replicated  whole on every rank
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import fx
 
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.capture.graph_facts import Value
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching, Use
 
-__all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]
+__all__ = ["LAYOUTS", "Layouts", "check_layout", "matches_glob"]
 
 LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
 """What an override may ask for."""
@@ -33,10 +30,6 @@ class Layouts:
     def __init__(self, analysis: Analysis, matching: Matching) -> None:
         self.analysis, self.matching = analysis, matching
         self.experts = {axis.name for axis in matching.experts.values()}
-        self.consumers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
-        for use in analysis.uses.values():
-            for k, operand in enumerate(use.operands):
-                self.consumers[operand.value].append((use, k))
 
     def of(self, name: str, placement: Placement) -> str:
         """The layout of parameter `name` in `placement`."""
@@ -45,7 +38,7 @@ class Layouts:
         if not placement.is_split:
             return "norm" if self.is_norm(name) else "replicated"
         pair = self.matching.pair_of.get(name)
-        axes = Partition.of(placement.axis).axes
+        axes = placement.partition.axes
         if self.is_by_expert(name, axes):
             return "expert"
         opens = pair is not None and pair.vocabulary and name in pair.openers
@@ -57,7 +50,7 @@ class Layouts:
         """Whether `placement` is what an override that asks for `layout` may mean."""
         if not placement.is_split:
             return layout == "replicated"
-        axes = Partition.of(placement.axis).axes
+        axes = placement.partition.axes
         if self.is_by_expert(name, axes):
             return layout == "expert"
         contracted = self._contracted(name, axes)
@@ -72,8 +65,7 @@ class Layouts:
         """Whether a weight is contracted, and yet is no expert's: it says which expert."""
         if name in self.matching.experts:
             return False
-        readers = self.readers((self.analysis.parameters[name], 0))
-        return any(_is_contracted(use, k) for use, k in readers)
+        return any(_is_contracted(use, k) for use, k in self.analysis.readers_of_parameter(name))
 
     def is_norm(self, name: str) -> bool:
         """Whether a vector scales or shifts what it meets, rather than being a product's bias."""
@@ -84,7 +76,7 @@ class Layouts:
             use.rule.ruled
             and self._product(use, k) is None
             and all(f.kind != "reduce" for f in use.rule.factors)
-            for use, k in self.readers((node, 0))
+            for use, k in self.analysis.readers_of_parameter(name)
         )
 
     def is_bias(self, name: str) -> bool:
@@ -93,8 +85,7 @@ class Layouts:
 
     def products(self, name: str) -> list[fx.Node]:
         """The products that a parameter is only ever added to; empty if it is read otherwise."""
-        readers = self.readers((self.analysis.parameters[name], 0))
-        found = [self._product(use, k) for use, k in readers]
+        found = [self._product(use, k) for use, k in self.analysis.readers_of_parameter(name)]
         return [node for node in found if node] if None not in found else []
 
     def _product(self, use: Use, k: int) -> fx.Node | None:
@@ -109,22 +100,12 @@ class Layouts:
         return product.node
 
     def _contracted(self, name: str, axes: tuple[str, ...]) -> bool:
-        for use, k in self.readers((self.analysis.parameters[name], 0)):
+        for use, k in self.analysis.readers_of_parameter(name):
             for factor in use.rule.factors:
                 leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}
                 if leaves.intersection(axes) and any(s == k for s, _ in factor.slots):
                     return factor.kind == "reduce"
         return False
-
-    def readers(self, value: Value) -> Iterator[tuple[Use, int]]:
-        """Uses that read a weight, past values that are computed from parameters alone."""
-        for use, k in self.consumers[value]:
-            results = [(use.node, r) for r in range(len(use.rule.results))]
-            inner = [r for r in results if r in self.analysis.weights]
-            if not inner:
-                yield use, k
-            for result in inner:
-                yield from self.readers(result)
 
 
 def _is_contracted(use: Use, k: int) -> bool:
@@ -133,7 +114,7 @@ def _is_contracted(use: Use, k: int) -> bool:
     return any(k in own and len(own) > 1 for own in reduced)
 
 
-def overridden(name: str, glob: str) -> bool:
+def matches_glob(name: str, glob: str) -> bool:
     """Whether an override's glob names a parameter, with or without its last component."""
     return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import fx
 
 from autotp.algebra.axis import Atom, Dim, Forest
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.size import Size
 from autotp.capture.graph_facts import Value, results_of, source_of, whereabouts
@@ -21,7 +20,7 @@ from autotp.capture.sizes import Sizes
 from autotp.oprules.rule import Factor, Operand, Slot
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use
-from autotp.planner.formulate import Posed
+from autotp.planner.formulate import PlacementProblem
 from autotp.solver.problem import LEVELS, Problem
 
 __all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"]
@@ -352,7 +351,7 @@ def _pair_text(pair: AxisPair) -> str:
 # ── formulate ────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_problem_faults(analysis: Analysis, posed: Posed) -> Iterator[str]:
+def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
     """Each way in which the placement problem is malformed, or is not the one of `analysis`."""
     problem = posed.problem
     if problem.levels != LEVELS:
@@ -399,14 +398,14 @@ def _table_faults(problem: Problem) -> Iterator[str]:
         seen.add(id(costs))
 
 
-def _meanings(posed: Posed) -> Iterator[tuple[int, Sequence[Any]]]:
+def _meanings(posed: PlacementProblem) -> Iterator[tuple[int, Sequence[Any]]]:
     """Each variable that stands for something, with what its choices stand for."""
     for found in (posed.parameters, posed.uses, posed.delivered, posed.kept):
         yield from cast("Iterable[tuple[int, Sequence[Any]]]", found.values())
 
 
 def _meaning_faults(
-    analysis: Analysis, posed: Posed, meanings: Sequence[tuple[int, Sequence[Any]]]
+    analysis: Analysis, posed: PlacementProblem, meanings: Sequence[tuple[int, Sequence[Any]]]
 ) -> Iterator[str]:
     """Everything that was analysed is decided by one variable of its own, choice by choice."""
     variables = posed.problem.variables
@@ -429,7 +428,7 @@ def _meaning_faults(
             yield f"variable {variable.name} decides nothing by its {len(variable.domain)} choices"
 
 
-def _domain_faults(analysis: Analysis, posed: Posed) -> Iterator[str]:
+def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
     """Placements are of dims that exist, and of axes that they have."""
     for node, (_, strategies) in posed.uses.items():
         use = analysis.uses.get(node)
@@ -448,9 +447,9 @@ def _domain_faults(analysis: Analysis, posed: Posed) -> Iterator[str]:
     for name, (_, domain) in posed.parameters.items():
         dims = analysis.dims[(analysis.parameters[name], 0)]
         for placement in domain:
-            partition = Partition.of(placement.axis)
             if not _fit([placement], [len(dims)]) or (
-                placement.is_split and analysis.forest.split(dims[placement.dim], partition) is None
+                placement.is_split
+                and analysis.forest.split(dims[placement.dim], placement.partition) is None
             ):
                 yield (
                     f"parameter {name} may be placed {placement}, but its dims are "

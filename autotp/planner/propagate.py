@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autotp.algebra.axis import Dim, Forest
-from autotp.capture.graph_facts import Value, results_of, source_of
+from autotp.capture.graph_facts import Value, module_path, results_of, source_line, source_of
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
 from autotp.errors import UnknownOpError
@@ -24,12 +24,12 @@ from autotp.oprules.discover.call import Opaque, opaque_of
 from autotp.oprules.discover.discover import bound, discovered
 from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
-from autotp.planner.analysis import Analysis, Use, gradients_return
+from autotp.planner.analysis import Analysis, Use, find_gradient_targets
 
-__all__ = ["analyse"]
+__all__ = ["propagate"]
 
 
-def analyse(
+def propagate(
     program: Program,
     parameters: Sequence[str],
     rulebook: Rulebook,
@@ -47,19 +47,17 @@ def analyse(
     for node in program.graph.nodes:
         reader.visit(node)
     if strict and reader.analysis.unruled:
-        raise UnknownOpError(_unknown(reader.analysis.unruled))
+        raise UnknownOpError(_describe_unknown_ops(reader.analysis.unruled))
     analysis = reader.analysis
-    returning = gradients_return(program.graph, analysis)
+    returning = find_gradient_targets(program.graph, analysis)
     analysis.differentiable = {v for v in analysis.differentiable if v[0] in returning}
     return analysis
 
 
-def _unknown(nodes: Sequence[fx.Node]) -> str:
+def _describe_unknown_ops(nodes: Sequence[fx.Node]) -> str:
     first = nodes[0]
-    stack = first.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "") or "the root"
-    line = (first.meta.get("stack_trace") or "").strip().splitlines()
-    source = f" ({line[-2].strip()}: {line[-1].strip()})" if len(line) > 1 else ""
+    path, line = module_path(first) or "the root", source_line(first)
+    source = f" ({line})" if line else ""
     others = sorted({str(n.target) for n in nodes} - {str(first.target)})
     more = f"; without one too: {', '.join(others)}" if others else ""
     return (
@@ -130,15 +128,13 @@ class _Reader:
     def _call(self, node: fx.Node) -> None:
         if node.target is torch.ops.aten.sym_size.int:
             return  # free sizes are of the data, and no part of a value has others
-        found = list(_tensors(node))
+        found = list(_list_tensors(node))
         if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
             return
         row = self.rulebook.rows.get(str(node.target))
-        if row is not None and row.derive == "constant":
-            return
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
         metas = results_of(node)
-        rule = self._rule(node, operands, metas, row) if row else None
+        rule = apply(self._call_of(node, operands, metas, row)) if row else None
         if rule is None and self.tried and metas:
             rule = self._discovered(node, operands, metas, self.tried)
         if rule is None:
@@ -158,15 +154,6 @@ class _Reader:
             dims = tuple(self.forest.dim(s, data=i in data) for i, s in enumerate(sizes))
         return Operand(value, dims, argument, item)
 
-    def _rule(
-        self,
-        node: fx.Node,
-        operands: tuple[Operand, ...],
-        metas: dict[int, torch.Tensor],
-        row: Row,
-    ) -> NodeRule | None:
-        return apply(self._call_of(node, operands, metas, row))
-
     def _call_of(
         self,
         node: fx.Node,
@@ -176,7 +163,7 @@ class _Reader:
     ) -> Call:
         count = max(metas, default=-1) + 1
         sizes = [self.sizes.of(metas[k]) if k in metas else () for k in range(count)]
-        arguments, positions = arguments_of(node, operands)
+        arguments, positions = list_arguments(node, operands)
         dims = [o.dims for o in operands]
         return Call(self.forest, dims, sizes, positions, arguments, row, self.orders)
 
@@ -237,7 +224,7 @@ class _Reader:
                 analysis.differentiable.add((node, k))
 
 
-def _tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:
+def _list_tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:
     """Every tensor operand with the place where it stands."""
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
     for place, argument in places:
@@ -254,7 +241,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def arguments_of(
+def list_arguments(
     node: fx.Node, operands: Sequence[Operand]
 ) -> tuple[Mapping[str, Any], tuple[int | None, ...]]:
     """Arguments by schema name, and the operand number of each tensor argument of the schema."""

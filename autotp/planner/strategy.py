@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from math import prod
 
 from autotp.algebra.axis import Atom, Dim, Forest
-from autotp.algebra.partition import Offers, Part, Partition
+from autotp.algebra.partition import UNCUT, Offers, Part, Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
 from autotp.oprules.rule import ALIGNED, Factor, NodeRule, Slot
 
-__all__ = ["Facts", "Strategy", "strategies"]
+__all__ = ["Facts", "Strategy", "derive_strategies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Strategy:
     label: str
     operands: tuple[Placement, ...]
     results: tuple[Placement, ...]
-    axis: str = ""
+    partition: Partition = UNCUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Facts:
     flows: bool
 
 
-def strategies(
+def derive_strategies(
     rule: NodeRule,
     facts: Facts,
     forest: Forest,
@@ -73,12 +73,12 @@ def strategies(
     contracted dim must be cut in every segment, without copies (what is whole on every rank would
     be summed `tp` times).
     """
-    maker = _Maker(rule, facts, forest, tp, training, offers)
+    maker = _StrategyMaker(rule, facts, forest, tp, training, offers)
     return tuple(maker.all())
 
 
 @dataclass(slots=True)
-class _Maker:
+class _StrategyMaker:
     rule: NodeRule
     facts: Facts
     forest: Forest
@@ -134,7 +134,7 @@ class _Maker:
 
     def split(self, number: int, partition: Partition) -> Strategy | None:
         """The strategy that cuts `partition` in factor `number`, or None if it is illegal."""
-        rows = self._grouped(partition)
+        rows = self.forest.grouped_rows(partition)
         bounds = rows.groups.bounds if rows and rows.groups else None
         touched = self._touched(number, partition)
         kinds = ["pass" if f.grouped and f.grouped == bounds else f.kind for f in touched]
@@ -157,7 +157,7 @@ class _Maker:
             results = [PARTIAL for _ in results]
         label = f"{number}:{partition}"
         made = tuple(p for p in operands if p), tuple(p for p in results if p)
-        return Strategy(label, *made, str(partition))
+        return Strategy(label, *made, partition)
 
     def _touched(self, number: int, partition: Partition) -> list[Factor]:
         """Factor `number`, and those with the axes that it lacks."""
@@ -165,11 +165,6 @@ class _Maker:
         rest = partition.without(self.forest.present((first.dim,), partition).axes)
         others = [f for f in self.rule.factors if f is not first and self._has(f.dim, rest)]
         return [first, *others]
-
-    def _grouped(self, partition: Partition) -> Atom | None:
-        """The grouped rows that a partition cuts, if it does."""
-        axes = (self.forest.named(axis) for axis in partition.axes)
-        return next((axis for axis in axes if axis.groups), None)
 
     def _with_rows(self, rows: Atom) -> Callable[[int, set[Slot], Partition], Placement | None]:
         """`_placed` where rows are grouped: values with them are G, alone in their dim."""
@@ -180,7 +175,8 @@ class _Maker:
             found = [d for d in cut if (slot, d) in slots]
             if any(self.forest.contains(dims[d], rows) for d in found):
                 alone = len(found) == 1 and self.forest.flat(dims[found[0]]) == (rows,)
-                return Placement("G", found[0], rows.name) if alone else None
+                own = Partition((Part(rows.name),))
+                return Placement("G", found[0], own) if alone else None
             if slot < 0 or (not found and self.lacking(slot) == SHARED):
                 return None
             return self._placed(slot, slots, partition)
@@ -228,9 +224,9 @@ class _Maker:
             return None
         if len(cut) == 2:
             apart = prod(self._parts(s) for s in splits if s) == self.tp
-            return Placement("SS", cut[0], str(here)) if apart else None
+            return Placement("SS", cut[0], here) if apart else None
         copied = any(not s.is_exact(self.tp) for s in splits if s)
-        return Placement("S~" if copied and self.training else "S", cut[0], str(here))
+        return Placement("S~" if copied and self.training else "S", cut[0], here)
 
     def _parts(self, split: Split) -> int:
         """In how many parts all segments of a dim are cut; 0 if not all in as many."""

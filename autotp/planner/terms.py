@@ -8,7 +8,7 @@ import torch
 
 from autotp.algebra.partition import Offers
 from autotp.algebra.placement import Placement
-from autotp.cost.machine import Machine
+from autotp.options import Request
 from autotp.records.plan import CacheRecord
 
 __all__ = ["Constraint", "Terms"]
@@ -30,6 +30,7 @@ class Constraint(Protocol):
 class Terms:
     """What the problem depends on besides the program.
 
+    - `request`: what the caller asked for: machine, threshold.
     - `priced`: bytes of a (symbolic) tensor at the sizes priced for; `summed`: the same where it is
       summed over the group.
     - `everything`: the conversions that the search leaves out are open too (for random plans).
@@ -40,10 +41,9 @@ class Terms:
 
     tp: int
     training: bool
-    machine: Machine
+    request: Request
     priced: Callable[[torch.Tensor], int]
     summed: Callable[[torch.Tensor], int]
-    shard_threshold: float
     allowed: Mapping[str, Constraint]
     everything: bool = False
     offers: Offers = Offers()  # noqa: RUF009  immutable

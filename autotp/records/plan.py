@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
-from autotp.algebra.placement import Placement
+from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
 from autotp.errors import PlanError
 from autotp.records import display as describe
@@ -25,6 +25,7 @@ __all__ = [
     "Pair",
     "ParameterRecord",
     "PhaseRecord",
+    "PlacementRecord",
     "Plan",
     "Shard",
 ]
@@ -44,6 +45,15 @@ class Shard:
     shape: tuple[int, ...]
     bytes: int
     ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRecord:
+    """An `algebra.placement.Placement` whose axis is called as people read it."""
+
+    kind: Kind
+    dim: int = -1
+    axis: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,7 @@ class ParameterRecord:
     bytes: int
     split: tuple[int, ...]
     shards: tuple[Shard, ...]
-    placement: tuple[Placement, ...]
+    placement: tuple[PlacementRecord, ...]
     reason: str = ""
     gradient_partial: bool = False
     tied: tuple[str, ...] = ()

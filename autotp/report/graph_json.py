@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.capture.graph_facts import module_path
 from autotp.records.trace import TracedValue
 
 __all__ = ["graph_json"]
@@ -17,14 +18,13 @@ def graph_json(graph: fx.Graph, values: dict[str, TracedValue]) -> list[dict[str
 
 def _entry(node: fx.Node, traced: TracedValue | None) -> dict[str, Any]:
     val = node.meta.get("val")
-    stack = node.meta.get("nn_module_stack") or {}
     return {
         "name": node.name,
         "op": node.op,
         "target": str(node.target),
         "args": [str(a) for a in node.args],
         "kwargs": {k: str(v) for k, v in node.kwargs.items()},
-        "module": next((entry[0] for entry in reversed(stack.values())), ""),
+        "module": module_path(node),
         "shape": [str(s) for s in val.shape] if isinstance(val, torch.Tensor) else None,
         "placement": str(traced.placement) if traced else None,
         "origin": traced.origin if traced else None,

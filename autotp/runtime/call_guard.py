@@ -66,4 +66,5 @@ def _compare(
 def _tell(error: Exception, model: "ShardedModel", seconds: float) -> None:
     place = place_of(error, model)
     where = f"{type(model).__name__}, {place}" if place else f"{type(model).__name__}: a call"
-    failed(error, model.sharded_state.group, where, seconds)
+    state = model.sharded_state
+    failed(error, state.group.name if state.watched else "", where, seconds)

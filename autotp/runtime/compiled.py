@@ -13,6 +13,7 @@ import torch
 from autotp.capture.cache import stated
 from autotp.capture.program import named_leaves
 from autotp.runtime.cache_shards import cut_whole
+from autotp.runtime.group.process_group import Group
 from autotp.runtime.variant import Signature, Variant
 
 __all__ = ["Callee", "Compiled", "Granting"]
@@ -22,7 +23,7 @@ class Granting(Protocol):
     """What holds the number of the graph that the call being compiled runs (`Variant.granted`)."""
 
     granted: int
-    rank: int
+    group: Group
 
 
 class Callee(Protocol):
@@ -67,7 +68,7 @@ class Compiled:
         given = self.model.sharded_signature.bind(args, kwargs)
         inputs = stated(given)
         variant = self.find(self.model, inputs)
-        plan, rank = variant.plan, self.model.sharded_state.rank
+        plan, rank = variant.plan, self.model.sharded_state.group.rank
         inputs = cut_whole(given, inputs, plan.caches, rank, plan.tp)
         leaves = named_leaves(inputs)
         number = variant.granted(leaves)

@@ -90,7 +90,7 @@ def _stopped_alike(criteria: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(criteria)
     def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found, group = criteria(self, *args, **kwargs), self.sharded_state.more.where
+        found, group = criteria(self, *args, **kwargs), self.sharded_state.group
         if group.size > 1 and exists(group.name):
             for k, own in enumerate(found):
                 if type(own).__name__ not in _ALIKE:
@@ -109,7 +109,7 @@ def _drawn_alike(generate: Callable[..., Any]) -> Callable[..., Any]:
         if state.compare is not None:
             state.compare(type(self).__name__, "generate()", _asked(args, kwargs))
         if not state.imagined:
-            share_draws(state.more.where)
+            share_draws(state.group)
         return generate(self, *args, **kwargs)
 
     return alike

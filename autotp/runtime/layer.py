@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from autotp.errors import PlanError
 from autotp.runtime.codegen.function import Function, duplicate, function
-from autotp.runtime.variant import Graphs
+from autotp.runtime.layered_graph import LayeredGraph
 
 __all__ = ["Baked", "Layer", "add_function", "identity", "layer_class", "running"]
 
@@ -73,7 +73,7 @@ class Layer(Baked):
         return self
 
 
-def running(model: nn.Module, graphs: Graphs) -> fx.Graph:
+def running(model: nn.Module, graphs: LayeredGraph) -> fx.Graph:
     """A copy of the root's graph that calls each layer with its variant, which the layer gets."""
     names = {
         path: add_function(_layer(model, path), function(g)) for path, g in graphs.layers.items()

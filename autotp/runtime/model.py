@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FunctionType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import fx, nn
@@ -22,8 +22,9 @@ from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState, returned, stated
 from autotp.capture.program import Program
+from autotp.capture.source_model import whole_of
 from autotp.errors import CaptureError, PlanError
-from autotp.records.plan import Plan
+from autotp.records.plan import CacheRecord, Plan
 from autotp.runtime.call_guard import attended
 from autotp.runtime.codegen.source import source
 from autotp.runtime.codegen.view import view
@@ -32,28 +33,18 @@ from autotp.runtime.generation import generating
 from autotp.runtime.group.debug_compare import Comparison
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.layer import Baked, Layer, identity, running
+from autotp.runtime.layered_graph import LayeredGraph
+from autotp.runtime.shards import restrict_plan
 from autotp.runtime.unsupported import refuse_gradients, refuse_to_run, refuse_whole, refused
-from autotp.runtime.variant import Graphs, Signature, Variant, key_of, mode_of
+from autotp.runtime.variant import Signature, Variant, key_of, mode_of
 from autotp.runtime.yielding import stands_aside
 
-__all__ = ["Layer", "More", "ShardedModel", "State", "Store", "add_variant"]
+__all__ = ["CaptureVariant", "Layer", "ShardedModel", "State", "Store", "add_variant"]
 
 T = TypeVar("T", bound=nn.Module)
 _CAPTURING = threading.RLock()
-
-
-class More(Protocol):
-    """What captures further calls of a model, or of a part of it; `where`: the group it runs in."""
-
-    where: Group
-
-    def variant(self, sharded: "ShardedModel", inputs: Mapping[str, Any]) -> None:
-        """Captures the model for the inputs in its present mode, and calls `add_variant`."""
-        ...
-
-    def part(self, path: str) -> "tuple[More, Plan]":
-        """The same for the module at `path`, and the plan of its parameters."""
-        ...
+CaptureVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]
+"""Captures a model for inputs in its present mode, and calls `add_variant`."""
 
 
 class Store(Protocol):
@@ -72,27 +63,32 @@ class Store(Protocol):
 class State:
     """What a sharded model knows beside its parameters.
 
+    - `source`: the model that it was made of, without memory, of which `capture_variant` captures
+      further calls. `caches`: how calls so far have laid out the tensors of a cache, by path.
     - `mode`: of the whole model and its submodules, as of the last call that was not compiled.
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
     - `granted`: what `Variant.granted` said of the call that is being compiled.
     - `modules`, `flags`: all modules, and which of them trained when `mode` was noted.
     - `fresh`: graphs were added since the last call.
-    - `group`: the name of the rank's group; `compare`: in debug mode, what compares its calls.
+    - `group`: in which the model runs, with the rank in it; `watched`: its processes may be lost,
+      so that errors say where a rank waited. `compare`: in debug mode, what compares its calls.
     """
 
     plan: Plan
-    rank: int
+    group: Group
     device: torch.device
-    more: More
+    source: nn.Module
+    capture_variant: CaptureVariant
     mode: str
     store: Store | None = None
+    caches: dict[str, CacheRecord] = field(default_factory=dict[str, CacheRecord])
     variants: dict[str, list[Variant]] = field(default_factory=dict[str, list[Variant]])
     imagined: bool = False
     fresh: bool = False
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
     granted: int = 0
-    group: str = ""
+    watched: bool = False
     compare: Comparison | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
@@ -109,7 +105,7 @@ class State:
 
     def __str__(self) -> str:
         """Whose part it is: `rank 1 of 4`."""
-        return f"rank {self.rank} of {self.plan.tp}"
+        return f"rank {self.group.rank} of {self.plan.tp}"
 
     def all(self) -> dict[str, Variant]:
         """Each variant by its key; further ones of the same key are numbered."""
@@ -156,7 +152,7 @@ class ShardedModel(Baked):
     @property
     def rank(self) -> int:
         """The place of this part in the tensor-parallel group."""
-        return self.sharded_state.rank
+        return self.sharded_state.group.rank
 
     @stands_aside
     @property
@@ -185,7 +181,7 @@ class ShardedModel(Baked):
             refuse_to_run(type(self).__name__, str(self.sharded_state))
         inputs = {name: stated(value) for name, value in given.items()}
         variant, state = _variant(self, inputs), self.sharded_state
-        return returned(variant.run(self, inputs, state.rank, state.granted), given)
+        return returned(variant.run(self, inputs, state.group.rank, state.granted), given)
 
     @stands_aside
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -242,14 +238,16 @@ class ShardedModel(Baked):
                 f"{type(self).__name__}: {path} is one of its layers, whose code is the whole "
                 "model's. Call the model, or the module that holds the layers."
             )
-        more, plan = self.sharded_state.more.part(path)
+        whole, source = self.sharded_state.source, self.sharded_state.source.get_submodule(path)
+        plan = restrict_plan(self.sharded_state.plan, whole_of(whole), whole_of(source))
         signature = Signature.of(module)
         module.__class__ = model_class(type(module))
         part = cast("ShardedModel", module)
         state = replace(
             self.sharded_state,
             plan=plan,
-            more=more,
+            source=source,
+            caches=dict[str, CacheRecord](),
             mode=mode_of(part),
             variants={},
             modules=(),
@@ -312,7 +310,7 @@ def _made(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant:
         found = _find(model, key, inputs)
         if found is None:
             # a compiler that falls back to eager code here must not trace what captures
-            variant = torch.compiler.disable(model.sharded_state.more.variant)
+            variant = torch.compiler.disable(model.sharded_state.capture_variant)
             make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
             # what a capture saves for a backward pass is nobody's to recompute or to store
             with saved_tensors_hooks(_untouched, _untouched):
@@ -353,13 +351,13 @@ def _untouched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def add_variant(
-    model: ShardedModel, key: str, program: Program, outlined: Graphs, plan: Plan
+    model: ShardedModel, key: str, program: Program, outlined: LayeredGraph, plan: Plan
 ) -> None:
     """Makes `program`, outlined, what calls of `key` run where its guards hold."""
     for name, tensor in program.lifted.items():
         if name not in model._buffers:  # pyright: ignore[reportPrivateUsage]
             model.register_buffer(name, tensor.to(model.sharded_state.device), persistent=False)
-    shorter = [(s.conditions, running(model, s.graphs)) for s in outlined.shorter]
+    shorter = [(s.conditions, running(model, s.graph)) for s in outlined.shorter]
     # the flat graph is what was planned; what runs is outlined, and a graph weighs megabytes
     ran = replace(program, graph=fx.Graph())
     variant = Variant.of(key, ran, outlined, plan, running(model, outlined), shorter)

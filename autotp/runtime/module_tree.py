@@ -15,7 +15,8 @@ from torch import nn
 from autotp.capture.source_model import left_behind
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
-from autotp.runtime.model import More, ShardedModel, State, Store, model_class
+from autotp.runtime.group.process_group import Group
+from autotp.runtime.model import CaptureVariant, ShardedModel, State, Store, model_class
 from autotp.runtime.variant import Signature, mode_of
 
 __all__ = ["build_tree", "refuse_sharded"]
@@ -34,9 +35,10 @@ def build_tree(
     tensors: Mapping[str, torch.Tensor],
     *,
     plan: Plan,
-    rank: int,
+    group: Group,
     device: torch.device,
-    more: More,
+    source: nn.Module,
+    capture_variant: CaptureVariant,
     store: Store | None = None,
     imagined: bool = False,
     baked: Iterable[int] = (),
@@ -47,6 +49,7 @@ def build_tree(
     - `tensors`: one for each parameter, under any of its names, on `device`; buffers may be among
       them, the others are copied from the model.
     - `baked`: the hooks of `model` whose work its graphs do, and which the tree does not get.
+    - `source`: `model` without memory, of which `capture_variant` captures further calls.
     - `store`: what saves the model and gathers its tensors.
     - `imagined`: it is to be looked at, and refuses to be called.
     - Parameters require grad where the plan has a backward pass and the model's do.
@@ -59,7 +62,17 @@ def build_tree(
     tree.__class__ = model_class(type(model))
     assert isinstance(tree, ShardedModel)
     mode = mode_of(model)
-    tree.sharded_state = State(plan, rank, device, more, mode, store, imagined=imagined)
+    tree.sharded_state = State(
+        plan,
+        group,
+        device,
+        source,
+        capture_variant,
+        mode,
+        store,
+        caches=dict(plan.caches),
+        imagined=imagined,
+    )
     _drop_hooks(tree, baked)
     tree.sharded_signature = Signature.of(model)
     return tree

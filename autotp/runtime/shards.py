@@ -1,17 +1,19 @@
 """A rank's parts of the parameters of a model that is whole in this process."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotp.algebra.split import Split
-from autotp.capture.source_model import check_values
+from autotp.capture.source_model import Whole, check_values, fingerprint
 from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.ops.blocks import take
 
-__all__ = ["cut"]
+__all__ = ["cut", "restrict_plan"]
 
 
 def cut(
@@ -26,3 +28,16 @@ def cut(
             split = Split.decode(record.split)
             local = take(local, record.dim, split, where.rank, where.size)
         yield name, local.to(device, copy=True).contiguous()
+
+
+def restrict_plan(plan: Plan, whole: Whole, part: Whole) -> Plan:
+    """Give the plan of a submodule, with the names that its parameters have in it."""
+    named = {id(tensor): name for name, tensor in whole.parameters.items()}
+    parameters = {
+        name: replace(plan.parameters[named[id(tensor)]], name=name)
+        for name, tensor in part.parameters.items()
+    }
+    nothing: dict[str, Any] = {"pairs": (), "collectives": (), "choices": {}, "caches": {}}
+    return replace(
+        plan, model=part.name, fingerprint=fingerprint(part), parameters=parameters, **nothing
+    )

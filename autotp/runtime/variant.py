@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -21,49 +21,12 @@ from autotp.errors import CaptureError
 from autotp.records.plan import Plan
 from autotp.runtime.cache_shards import own_parts
 from autotp.runtime.codegen.function import Function, function
+from autotp.runtime.layered_graph import LayeredGraph
 from autotp.runtime.logits_to_keep import selected, takes_positions
 
-__all__ = ["Graphs", "Signature", "Variant", "key_of", "mode_of"]
+__all__ = ["Signature", "Variant", "key_of", "mode_of"]
 
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
-
-
-class Shorter(Protocol):
-    """Graphs that give the same in calls of which the conditions hold."""
-
-    @property
-    def conditions(self) -> frozenset[Condition]:
-        """What must hold."""
-        ...
-
-    @property
-    def graphs(self) -> "Graphs":
-        """The graphs."""
-        ...
-
-
-class Graphs(Protocol):
-    """A program in layers: what the outliner gives."""
-
-    @property
-    def shorter(self) -> Sequence[Shorter]:
-        """What does as well where more is known of a call, the shortest first."""
-        ...
-
-    @property
-    def root(self) -> fx.Graph:
-        """The graph that calls the layers."""
-        ...
-
-    @property
-    def layers(self) -> Mapping[str, fx.Graph]:
-        """The graph of each layer path."""
-        ...
-
-    @property
-    def origin(self) -> Mapping[fx.Node, str]:
-        """New node to the name of the flat node whose value it is."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +117,7 @@ class Variant:
 
     key: str
     program: Program
-    outlined: Graphs
+    outlined: LayeredGraph
     plan: Plan
     graph: fx.Graph
     function: Function
@@ -165,7 +128,7 @@ class Variant:
     def of(
         key: str,
         program: Program,
-        outlined: Graphs,
+        outlined: LayeredGraph,
         plan: Plan,
         graph: fx.Graph,
         shorter: Sequence[tuple[frozenset[Condition], fx.Graph]],

@@ -1,0 +1,1 @@
+"""The placement problem as numbers, solved exactly: no graph and no torch."""

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
+from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.runtime.ops.blocks import join
 
@@ -70,7 +71,7 @@ def difference(whole: Tensor, found: Tensor, *, rank: int = -1, floor: float = 0
     Constraints: what is smaller than `floor` everywhere is compared with `floor`.
     """
     if (whole.shape, whole.dtype) != (found.shape, found.dtype):
-        sides = [f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" for x in (whole, found)]
+        sides = [f"{tuple(x.shape)} {dtype_name(x.dtype)}" for x in (whole, found)]
         return Difference(
             math.inf,
             math.inf,

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autotp.capture.program import Program
+from autotp.dtypes import dtype_name
 from autotp.errors import VerifyError
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
@@ -26,7 +27,7 @@ from autotp.verification.bisection import Case, first_divergence
 from autotp.verification.figures import Compared, Figures
 from autotp.verification.runs import Runs
 
-__all__ = ["prove"]
+__all__ = ["compare_ranks"]
 
 _SHOWN = 3
 
@@ -60,7 +61,7 @@ _UNSURE = 1e-2
 """What is negligible among gradients where float64 is not to be had."""
 
 
-def prove(
+def compare_ranks(
     whole: nn.Module,
     models: Sequence[ShardedModel],
     inputs: Mapping[str, Any],
@@ -91,7 +92,7 @@ def prove(
 
 def _measure(dtype: torch.dtype) -> _Measure:
     """What figures computed in `dtype` are held to."""
-    eps, word = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
+    eps, word = torch.finfo(dtype).eps, dtype_name(dtype)
     if dtype == _EXACT.dtype:
         return _EXACT
     if eps > torch.finfo(torch.float32).eps:
@@ -226,6 +227,6 @@ class _Proof:
             collectives_seen=dict(sorted(seen.items())),
             first_divergence=fault,
             replicated_fraction=plan.replicated_fraction,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.dtype),
             notes=tuple(self.notes),
         )

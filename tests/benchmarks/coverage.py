@@ -1,7 +1,7 @@
 """The coverage: which architectures of Transformers are cut right over which tp.
 
     python -m tests.benchmarks.coverage run --out coverage.jsonl --tp 2,4
-    python -m tests.benchmarks.coverage report --out coverage.jsonl > docs/coverage.md
+    python -m tests.benchmarks.coverage report --out coverage.jsonl > docs/tables/coverage.md
 
 `run` makes a tiny model of each type of tests/zoo.tsv, captures it once, and for each tp plans,
 rewrites and verifies it: outputs and all gradients, in float32. Each type has a process of its own,
@@ -27,14 +27,14 @@ import torch
 import transformers
 
 from autotp import compiler as pipeline
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.oprules import rulebook
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from tests import zoo
 from tests.benchmarks.coverage_report import report
 
@@ -156,7 +156,7 @@ class _Times:
 
 def _rows(task: str, kind: str, sizes: list[int], times: _Times) -> Iterator[dict[str, Any]]:
     model, inputs = times.timed("build", zoo.build)(kind, task)
-    work = Work(model, Options(training=True), inputs)
+    work = ModelCompiler(model, read_request(training=True), inputs)
     for tp in sizes:
         try:
             yield _proven(work, task, kind, tp, times)
@@ -164,11 +164,11 @@ def _rows(task: str, kind: str, sizes: list[int], times: _Times) -> Iterator[dic
             yield _failed(task, kind, tp, times.stage, _reason(error)) | {"seconds": times.taken()}
 
 
-def _proven(work: Work, task: str, kind: str, tp: int, times: _Times) -> dict[str, Any]:
-    made = work.made(tp, "tp")
+def _proven(work: ModelCompiler, task: str, kind: str, tp: int, times: _Times) -> dict[str, Any]:
+    made = work.compile(tp, "tp")
     device = torch.device("cpu")
-    ranks = [work.built(made, Group("tp", tp, rank, device)) for rank in range(tp)]
-    evidence = times.timed("prove", prove)(
+    ranks = [work.build(made, Group("tp", tp, rank, device)) for rank in range(tp)]
+    evidence = times.timed("prove", compare_ranks)(
         work.model,
         ranks,
         work.inputs,

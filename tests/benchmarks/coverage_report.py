@@ -1,4 +1,4 @@
-"""docs/coverage.md, from the lines that the coverage run wrote."""
+"""docs/tables/coverage.md, from the lines that the coverage run wrote."""
 
 import re
 from collections import Counter, defaultdict
@@ -11,22 +11,22 @@ Key = tuple[str, str]
 RESULTS = ("ok", "wrong", "error", "not run")
 HEAD = """# Coverage
 
-Which architectures of Transformers autotp cuts, and whether the result is right. Each type is a
-tiny model with random weights: two layers, 8 heads (4 for keys and values where they are grouped),
-hidden 64, ffn 128. It is captured once; for each tp it is planned for training, rewritten, and run
-on all ranks beside the whole model in float32: outputs and every parameter's gradient
-([how](verification.md)). The denominator is the {count} pairs of task and type that can be built
-and exported at all (`tests/zoo.tsv`).
+Which architectures of Transformers autotp shards, and whether the result is correct. Each type is
+a tiny model with random weights: two layers, 8 heads (4 key-value heads if they are grouped),
+hidden 64, ffn 128. It is captured once. For each tp it is planned for training and rewritten, and
+all ranks are compared with the original model in float32: outputs and every parameter's gradient
+([how](../explanation/verification.md)). The denominator is the {count} pairs of task and type
+that can be built and exported at all (`tests/zoo.tsv`).
 
 Generated from a run on commit {commits} by `tests/benchmarks/coverage.py`; do not edit.
 """
 TABLE = """
-**whole** is the share of parameter bytes that every rank holds whole, in brackets what these
-inputs do not use (a tower for images): it does not count above; **error** the largest relative
-difference of an output, and of a gradient; **collectives** is how many a layer has,
-forward/backward (`2/2 ×2`: two layers of two each).
+**replicated** is the replicated share of the parameter bytes, in brackets what these inputs do
+not use (a vision tower), which does not count above; **error** is the largest relative difference
+of an output, and of a gradient; **collectives** is their number per layer, forward/backward (`2/2
+×2`: two layers with two each).
 
-| task | type | tp | result | whole | error | collectives |
+| task | type | tp | result | replicated | error | collectives |
 |---|---|---|---|---|---|---|"""
 
 
@@ -36,10 +36,8 @@ def report(rows: Iterable[Row], wanted: list[Key]) -> str:
     commits = ", ".join(dict.fromkeys(f"`{row['commit']}`" for row in known)) or "none"
     parts = [HEAD.format(count=len(wanted), commits=commits), *_summary(known, wanted)]
     parts += [*_failures(known), *_whole(known)]
-    parts += [*_ops(known, "unruled", "Ops without a rule", "They act whole.")]
-    parts += [
-        *_ops(known, "discovered", "Rules found by running ops", "No row is written for them.")
-    ]
+    parts += [*_ops(known, "unruled", "Ops without a rule", "They run on replicated operands.")]
+    parts += [*_ops(known, "discovered", "Rules found by running ops", "They have no row.")]
     parts += ["\n## All types", TABLE]
     return "\n".join([*parts, *map(_line, known)])
 
@@ -51,7 +49,7 @@ def _order(row: Row, wanted: list[Key]) -> tuple[int, str]:
 
 def _summary(rows: list[Row], wanted: list[Key]) -> list[str]:
     """How many types ended how, by task and tp."""
-    lines = ["| task | tp | types | " + " | ".join(RESULTS) + " | whole > 10 % |"]
+    lines = ["| task | tp | types | " + " | ".join(RESULTS) + " | replicated > 10 % |"]
     lines += ["|---|---|---|" + "---|" * (len(RESULTS) + 1)]
     tasks = Counter(task for task, _ in wanted)
     for task, types in [*tasks.items(), ("all", len(wanted))]:
@@ -85,7 +83,7 @@ def _failures(rows: list[Row]) -> list[str]:
 
 def _whole(rows: list[Row]) -> list[str]:
     """The types of which more than a tenth stays whole, with the largest such parameters."""
-    lines = ["\n## Where more than 10 % stays whole\n"]
+    lines = ["\n## Where more than 10 % is replicated\n"]
     for row in rows:
         if row["tp"] == 4 and _needlessly(row) > 0.1:
             used = [f"{_cell(x)[:200]} …" for x in row.get("largest", ()) if "unused:" not in x]

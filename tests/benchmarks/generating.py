@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.generating run --out generating.jsonl --tp 1 --tasks causal-lm
     python -m tests.benchmarks.generating run --out generating.jsonl --tp 2 --types llama,t5
-    python -m tests.benchmarks.generating report --out generating.jsonl > docs/generating-kinds.md
+    python -m tests.benchmarks.generating report --out generating.jsonl \\
+        > docs/tables/generating-kinds.md
 
 `run` makes a tiny model of each type of tests/zoo.tsv and asks `generate` for words: two prompts,
 one of them padded, greedily and with two beams. A tp above 1 is run in as many processes. A type

@@ -1,4 +1,4 @@
-"""docs/generating-kinds.md, from the lines that the sweep over generate() wrote."""
+"""docs/tables/generating-kinds.md, from the lines that the sweep over generate() wrote."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -8,13 +8,14 @@ Row = Mapping[str, Any]
 
 HEAD = """# What generates
 
-Each type of `tests/zoo.tsv` that has words on both sides was made tiny, with random weights, and
-`generate` asked for 12 words after each of two prompts, one of them padded, greedily and with two
-beams: of the whole model, and of the sharded one (tp 1 in one process, more in as many processes).
-**ok**: the same words, both ways, on all ranks, in float32. **rounding**: the same in float64; in
-float32 two continuations score alike but for rounding. **none**: the whole model generates nothing;
-a way in which it fails is left out.
-*Took more than … s* is a limit of the run, on a busy machine, and no finding.
+For each type of `tests/zoo.tsv` whose inputs and outputs are tokens, a tiny model with random
+weights generated 12 tokens after each of two prompts, one of them padded, greedily and with two
+beams: first the original model, then the sharded one (tp 1 in one process, larger tp in as many
+processes). **ok**: the same tokens, both ways, on all ranks, in float32. **rounding**: the same
+tokens in float64; in float32 two continuations have scores that are equal up to rounding.
+**none**: the original model does not generate; if it fails in one of the two ways, that way is
+left out. *Took more than … s* is a limit of the run, on a busy machine, and says nothing about
+the type.
 
 Generated from a run on commit {commits} by `tests/benchmarks/generating.py`; do not edit.
 
@@ -34,13 +35,13 @@ def report(rows: Iterable[Row], wanted: list[tuple[str, str]]) -> str:
         types = sum(of == task for of, _ in wanted)
         for tp in sorted({r["tp"] for r in known}):
             lines.append(_counted(task, tp, types, known))
-    lines += ["\n## What does not\n", *_reasons(known, ("rounding", "wrong", "error"))]
+    lines += ["\n## What does not generate\n", *_reasons(known, ("rounding", "wrong", "error"))]
     lines += [
-        "\n## What the whole model does not generate\n",
+        "\n## What the original model does not generate\n",
         *_reasons(known, ("none",)),
         *_ways(known),
     ]
-    lines += ["\n## What does\n"]
+    lines += ["\n## What generates\n"]
     sizes = sorted({r["tp"] for r in known})
     return "\n".join(lines + [_named(task, tp, known) for task in TASKS for tp in sizes])
 

@@ -1,7 +1,7 @@
 """Our plans beside those that Transformers brings: what stays whole, and what a forward pass costs.
 
     python -m tests.benchmarks.hf_plans run --out hf_plans.jsonl --tp 2,4
-    python -m tests.benchmarks.hf_plans report --out hf_plans.jsonl > docs/hf-plans.md
+    python -m tests.benchmarks.hf_plans report --out hf_plans.jsonl > docs/tables/hf-plans.md
 
 `run` makes a tiny model of each type of tests/zoo.tsv and plans it, once for training and once for
 inference. Where the type has a plan by hand, that is applied by Transformers itself, on a group
@@ -22,8 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from autotp.compiler import Work
-from autotp.options import Options
+from autotp.compiler import ModelCompiler
+from autotp.options import read_request
 from autotp.records.plan import Plan
 from tests import zoo
 from tests.benchmarks import coverage
@@ -40,13 +40,13 @@ def rows(task: str, kind: str, sizes: list[int], times: coverage._Times) -> Iter
     if not getattr(model, "tp_plan", None):
         yield from (coverage._row(task, kind, tp, "no plan", "") for tp in sizes)
         return
-    work = Work(model, Options(training=True), inputs)
+    work = ModelCompiler(model, read_request(training=True), inputs)
     for tp in sizes:
         theirs = times.timed("theirs", hand_made)(task, kind, tp)
         ours = {}
         for mode, training in (("training", True), ("inference", False)):
             work.training = training
-            ours[mode] = figures(work.made(tp, "tp").plan)
+            ours[mode] = figures(work.compile(tp, "tp").plan)
         result = verdict(theirs, ours["inference"])
         found = {"theirs": theirs, "ours": ours, "seconds": times.taken()}
         yield coverage._row(task, kind, tp, result, theirs["died"]) | found

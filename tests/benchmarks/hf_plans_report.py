@@ -1,4 +1,4 @@
-"""docs/hf-plans.md, from the lines that the comparison with Transformers' plans wrote."""
+"""docs/tables/hf-plans.md, from the lines that the comparison with Transformers' plans wrote."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 Row = Mapping[str, Any]
 Key = tuple[str, str]
 
-HEAD = """# Beside the plans of Transformers
+HEAD = """# Compared with the plans of Transformers
 
-Transformers brings a tensor-parallel plan by hand for some types. Each type of `tests/zoo.tsv` that
-has one was made tiny, and that plan applied by Transformers itself, on a group that communicates
-nothing; one forward pass was run, in which its collectives were counted. Beside it stands our plan
-of the same model, for inference and for training.
+Transformers has a handwritten tensor-parallel plan for some types. For each type of
+`tests/zoo.tsv` that has one, a tiny model was made, and Transformers applied its plan, on a group
+that does not communicate; the collectives of one forward pass were counted. They are compared
+with autotp's plans for the same model, for inference and for training.
 
-*Whole* is the share of the parameter bytes that every rank holds; *forward* the collectives of a
-forward pass. Ours is **worse** if it keeps more whole (2 % slack), or as much at more forward
-collectives. Planned for training, a forward collective may save a dearer one of the backward pass,
-so the plan for inference is the one that is held to this.
+*Replicated* is the share of the parameter bytes that is on every rank; *forward* gives the
+collectives of a forward pass. Ours is **worse** if it replicates more (2 % slack), or as much
+with more forward collectives. In a plan for training, a forward collective may save a more
+expensive one in the backward pass, so the plan for inference is the one that is judged.
 
 Generated from a run on commit {commits} by `tests/benchmarks/hf_plans.py`; do not edit.
 
@@ -26,7 +26,7 @@ in {died}; {without} types have no plan, of {wanted} {unknown} were not run or f
 TABLE = """
 ## All types
 
-| task | type | tp | whole: theirs | ours | forward: theirs | ours | ours, training | |
+| task | type | tp | replicated: theirs | ours | forward: theirs | ours | ours, training | |
 |---|---|---|---|---|---|---|---|---|"""
 
 

@@ -1,6 +1,6 @@
 """How far sharded models in narrow dtypes are from exact, and whether that grows with tp.
 
-    python -m tests.benchmarks.precision --write docs/precision.md
+    python -m tests.benchmarks.precision --write docs/explanation/precision.md
 
 Random models (hidden 256, four layers, weights so large that every layer matters) run in lockstep
 over 1, 2, 4 and 8 ranks. What is exact is the same weights, cast up, in float64. The error of a
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from autotp.cli.random_weights import randomise
-from autotp.compiler import Work
-from autotp.options import Options
+from autotp.compiler import ModelCompiler
+from autotp.options import read_request
 from autotp.runtime.group.process_group import Group
 from autotp.verification.simulate import simulate
 from tests.models import build
@@ -83,8 +83,8 @@ def measured(
     inputs = {"input_ids": words(given["input_ids"].shape[0], 64)}
     model = model.to(dtype)
     asked = {"example_inputs": inputs, "training": False}
-    work = Work.of(model, Options.of(reduce_dtype=reduce_dtype, **asked))
-    made = {tp: work.made(tp, "tp") for tp in sizes if tp > 1}
+    work = ModelCompiler.of(model, read_request(reduce_dtype=reduce_dtype, **asked))
+    made = {tp: work.compile(tp, "tp") for tp in sizes if tp > 1}
     errors: dict[int, list[Tensor]] = {tp: [] for tp in sizes}
     for seed in range(seeds):
         randomise(model, seed)
@@ -94,7 +94,7 @@ def measured(
                 found = model(**inputs).logits
             else:
                 groups = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
-                ranks = [work.built(made[tp], group) for group in groups]
+                ranks = [work.build(made[tp], group) for group in groups]
                 found = simulate(ranks, inputs).outputs[0].logits
             errors[tp].append(distances(found, exact))
     return {tp: statistics.median(torch.cat(all_).tolist()) for tp, all_ in errors.items()}
@@ -121,10 +121,8 @@ def distances(found: Tensor, exact: Tensor) -> Tensor:
 
 def table(rows: Sequence[str], seeds: int) -> str:
     """The rows as a page shows them."""
-    told = (
-        f"{seeds} draws of the weights, 2 × 64 words, torch {torch.__version__.split('+')[0]}, CPU"
-    )
-    heads = ["model", "dtype", "sums in", *(f"tp {tp}" for tp in SIZES), "most over tp 1"]
+    told = f"{seeds} seeds, 2 × 64 tokens, torch {torch.__version__.split('+')[0]}, CPU"
+    heads = ["model", "dtype", "reduced in", *(f"tp {tp}" for tp in SIZES), "largest / tp 1"]
     rule = "|".join(["", *("---" for _ in heads), ""])
     return "\n".join([f"{told}.\n", f"| {' | '.join(heads)} |", rule, *rows])
 

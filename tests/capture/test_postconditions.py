@@ -146,9 +146,9 @@ PLANTED: list[tuple[Callable[[Program], Program], str]] = [
         lambda p: replace(p, carried={0: Carried("layers.0.keys", "cache.0")}),
         r"layers.0.keys of the cache replaces cache.0, which is not an input",
     ),
-    (lambda p: replace(p, guards=(Guard("L['z'].dim() == 2", "z"),)), r"speaks of z,"),
-    (lambda p: replace(p, guards=(Guard("s0 <= max(2, 3)", ""),)), r"speaks of s0,"),
-    (lambda p: replace(p, guards=(Guard("1 ==", ""),)), r"is not an expression"),
+    (lambda p: replace(p, guards=(Guard("L['z'].dim() == 2"),)), r"speaks of z,"),
+    (lambda p: replace(p, guards=(Guard("s0 <= max(2, 3)"),)), r"speaks of s0,"),
+    (lambda p: replace(p, guards=(Guard("1 =="),)), r"is not an expression"),
 ]
 
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.algebra.axis import Forest
-from autotp.algebra.placement import split
+from autotp.algebra.placement import Placement
 from autotp.algebra.size import Size
 from autotp.capture.postconditions import find_program_faults
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.oprules.rule import Discovery, Factor
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use
-from autotp.planner.formulate import Posed
+from autotp.planner.formulate import PlacementProblem
 from autotp.planner.match import match
 from autotp.planner.postconditions import (
     find_analysis_faults,
     find_matching_faults,
     find_problem_faults,
 )
-from autotp.planner.propagate import analyse
+from autotp.planner.propagate import propagate
 from autotp.solver.problem import Edge
 from tests import models, zoo
 
@@ -50,7 +50,7 @@ class Planned:
 
     analysis: Analysis
     matching: Matching
-    posed: Posed
+    posed: PlacementProblem
 
     def use(self, target: object) -> Use:
         return next(u for u in self.analysis.uses.values() if u.node.target == target)
@@ -61,7 +61,7 @@ class Planned:
     def faults(self) -> list[str]:
         """The faults of the first stage that has any: the next one is not checked without it."""
         stages = (
-            find_analysis_faults(self.analysis, WORK.rules),
+            find_analysis_faults(self.analysis, WORK.request.rules),
             find_matching_faults(self.analysis, self.matching),
             find_problem_faults(self.analysis, self.posed),
         )
@@ -74,13 +74,13 @@ class Planned:
         self.posed.problem = replace(self.posed.problem, variables=tuple(variables))
 
 
-WORK = Work(TwoLayers(), Options(example_inputs={"x": torch.randn(2, 5, WIDTH)}))
+WORK = ModelCompiler(TwoLayers(), read_request(example_inputs={"x": torch.randn(2, 5, WIDTH)}))
 
 
 def planned() -> Planned:
-    analysis = analyse(WORK.program, list(WORK.whole.parameters), WORK.rules)
-    WORK.analysis, WORK.matching = analysis, match(analysis, WORK.rules)
-    return Planned(analysis, WORK.matching, WORK.posed(2))
+    analysis = propagate(WORK.program, list(WORK.whole.parameters), WORK.request.rules)
+    WORK.analysis, WORK.matching = analysis, match(analysis, WORK.request.rules)
+    return Planned(analysis, WORK.matching, WORK.formulate(2))
 
 
 # ── real models ──────────────────────────────────────────────────────────────────────────────────
@@ -120,14 +120,14 @@ def test_no_stage_of_a_real_model_has_a_fault(
     if "new_tokens" in options:
         del inputs["use_cache"]
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    first = Work.of(model, Options(example_inputs=inputs, **options))
+    first = ModelCompiler.of(model, read_request(example_inputs=inputs, **options))
 
     for work in (first, *first.later):
         assert [] == list(find_program_faults(work.program, tensors))
-        assert [] == list(find_analysis_faults(work.analysis, work.rules))
+        assert [] == list(find_analysis_faults(work.analysis, work.request.rules))
         assert [] == list(find_matching_faults(work.analysis, work.matching))
         for tp in (2, 3):
-            assert [] == list(find_problem_faults(work.analysis, work.posed(tp)))
+            assert [] == list(find_problem_faults(work.analysis, work.formulate(tp)))
 
 
 # ── planted faults: propagate ────────────────────────────────────────────────────────────────────
@@ -367,14 +367,14 @@ def offer_too_much(it: Planned) -> None:
 
 def split_a_missing_dim(it: Planned) -> None:
     number, domain = it.posed.parameters["up.weight"]
-    axis = domain[-1].axis
-    it.posed.parameters["up.weight"] = number, (*domain[:-1], split(2, axis))
+    axis = domain[-1].partition
+    it.posed.parameters["up.weight"] = number, (*domain[:-1], Placement("S", 2, axis))
 
 
 def split_a_missing_axis(it: Planned) -> None:
     number, domain = it.posed.parameters["up.weight"]
-    of_another = next(p.axis for p in domain if p.dim == 1)
-    it.posed.parameters["up.weight"] = number, (*domain[:-1], split(0, of_another))
+    of_another = next(p.partition for p in domain if p.dim == 1)
+    it.posed.parameters["up.weight"] = number, (*domain[:-1], Placement("S", 0, of_another))
 
 
 def place_one_operand_less(it: Planned) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from autotp.cli.main import main as cli
+from autotp.cli import main as cli
 from tests.models import build
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autotp.algebra.placement import CONVERSIONS, Kind
+from autotp.algebra.placement import CONVERSIONS, Kind, Primitive
 from autotp.algebra.split import Extent, Segment, Split, block, segment
-from autotp.cost.conversions import COLLECTIVES
 from autotp.errors import PlanError
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.library import schema
@@ -107,8 +106,8 @@ def convert_all(rank: int, world: int, change: tuple[Kind, Kind]) -> dict[str, O
     return {cut: convert(rank, world, change, cut) for cut in cuts(change, world)}
 
 
-def collectives(primitive: str) -> list[str]:
-    return [COLLECTIVES[primitive]] if primitive in COLLECTIVES else []
+def collectives(primitive: Primitive) -> list[str]:
+    return [primitive.collective] if primitive.collective else []
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -10,6 +10,8 @@ from autotp.errors import AutotpError, PlanError
 from tests.models import build
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 SECONDS = 150.0  # below the five minutes after which a group gives up on a lost rank
@@ -80,3 +82,17 @@ def test_a_bug_on_one_rank_is_told_to_all(pool: Pools) -> None:
 
     assert own == "RuntimeError: a bug"
     assert other.startswith("GroupError: rank 1 failed: RuntimeError: a bug. Look there")
+
+
+def resized(rank: int, world: int) -> str:
+    """What asking a sharded model for another vocabulary says."""
+    model, inputs = build("gpt2", n_layer=1)
+    sharded = autotp.parallelize(model, world, example_inputs=inputs)
+    with pytest.raises(PlanError) as caught:
+        sharded.resize_token_embeddings(1024)
+    return str(caught.value)
+
+
+def test_tables_of_shards_are_not_resized(pool: Pools) -> None:
+    for rank, message in enumerate(pool(2).run(resized)):
+        assert message.startswith(f"GPT2LMHeadModel: rank {rank} of 2 holds shards")

@@ -14,21 +14,24 @@ import autotp
 from autotp import loading
 from tests.models import build
 from tests.spmd.failing import End, ends
+from tests.toys import MLP
+
+pytestmark = pytest.mark.slow
 
 IDS = torch.tensor([[5, 6, 7, 8]])
 CALL = {"do_sample": False, "max_new_tokens": 6, "attention_mask": torch.ones_like(IDS)}
 
 
-class Pair(nn.Module):
+class Pair(MLP):
     """A pair, and sums both ways."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+        super().__init__(8, 16, torch.relu)
+        self.norm = nn.LayerNorm(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + self.body(self.norm(x))
 
 
 def die(*_: object) -> None:

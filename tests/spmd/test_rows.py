@@ -12,15 +12,14 @@ from torch import Tensor
 import autotp
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import block
-from autotp.cost.conversions import COLLECTIVES
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
-from autotp.verification.simulate.collectives import JOINT
+from autotp.verification.simulate.collectives import run_jointly
+from tests.planner.test_experts import Sorted, drawn, tokens
 from tests.spmd.beside import differences, joined_over
 from tests.spmd.placed import part, whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally
-from tests.test_experts import Sorted, drawn, tokens
 
 Pools = Callable[[int], Pool]
 
@@ -73,7 +72,7 @@ def convert(rank: int, world: int, change: tuple[Kind, Kind], bounds: Tensor) ->
 def expected(change: tuple[Kind, Kind]) -> tuple[list[str], list[str]]:
     one = CONVERSIONS[change]
     forward, backward = (
-        [COLLECTIVES[p]] if p in COLLECTIVES else [] for p in (one.forward, one.backward)
+        [p.collective] if p.collective else [] for p in (one.forward, one.backward)
     )
     return forward, backward
 
@@ -99,7 +98,7 @@ def test_the_simulated_conversion_does_what_processes_do(change: tuple[Kind, Kin
     bounds = BOUNDS["some"]
     parts = [placed(whole(SHAPE, 1), source, bounds, rank, 3) for rank in range(3)]
     given = [{"x": x, "bounds": bounds, "dim": DIM, "group": "tp"} for x in parts]
-    found = JOINT[f"autotp::{CONVERSIONS[change].op}"](given, Counter())
+    found = run_jointly(f"autotp::{CONVERSIONS[change].op}", given, Counter())
 
     assert is_placed(whole(SHAPE, 1), found, target, bounds)
 
@@ -125,6 +124,7 @@ def trained_shards(rank: int, world: int) -> tuple[str, dict[str, Tensor]]:
     return sharded.plan.to_json(), trained(sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_experts_train_in_processes_as_the_whole_model_does(pool: Pools, world: int) -> None:
     """What is whole on every rank, the router too, is asserted to be equal on all of them."""

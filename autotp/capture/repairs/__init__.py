@@ -1,0 +1,1 @@
+"""What torch.export would lose or freeze: hooks, attributes, branches, backward functions."""

@@ -23,6 +23,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils._sympy.printers import PythonPrinter
 
+from autotp.capture.graph_facts import TORCH
 from autotp.capture.program import Guard
 
 __all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
@@ -31,9 +32,8 @@ __all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
 Branch: TypeAlias = tuple[Any, bool]
 """A condition on sizes, with the answer that the code was given."""
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_WRAPPERS = os.path.join(_TORCH, "__init__.py")  # where a truth of a size asks `size != 0`
-_LAYERS = os.path.join(_TORCH, "nn", "")  # layers are models' code, whoever wrote them
+_WRAPPERS = os.path.join(TORCH, "__init__.py")  # where a truth of a size asks `size != 0`
+_LAYERS = os.path.join(TORCH, "nn", "")  # layers are models' code, whoever wrote them
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
@@ -95,7 +95,7 @@ def outside_torch(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename == _WRAPPERS:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
-    return None if file.startswith(_TORCH) and not file.startswith(_LAYERS) else frame
+    return None if file.startswith(TORCH) and not file.startswith(_LAYERS) else frame
 
 
 def semantic_guards(
@@ -111,7 +111,7 @@ def semantic_guards(
         if names and all(n in sources for n in names) and _turns(condition, answer):
             text = PythonPrinter().doprint(condition)
             code = _SYMBOL.sub(lambda m: sources.get(m[0], m[0]), text)
-            yield Guard(f"({code})" if answer else f"not ({code})", _input_of(sources[names[0]]))
+            yield Guard(f"({code})" if answer else f"not ({code})")
 
 
 def _squeezed(exported: ExportedProgram) -> Iterator[Branch]:
@@ -139,10 +139,6 @@ def _sources(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
                 for name in (size.node._expr, size.node.expr):  # before and after torch unified it
                     sources.setdefault(str(name), f"{spelled}.size()[{dim}]")
     return sources
-
-
-def _input_of(source: str) -> str:
-    return source.split("'")[1]
 
 
 def _turns(condition: Any, answer: bool) -> bool:

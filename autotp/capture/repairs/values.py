@@ -102,4 +102,4 @@ def growing(inputs: Mapping[str, Any]) -> Iterator[frozenset[str]]:
 def value_guards(inputs: Mapping[str, Any], known: frozenset[str]) -> Iterator[Guard]:
     """That the values which were taken at their word are those."""
     for name in sorted(known):
-        yield Guard(f"L[{name!r}].tolist() == {inputs[name].tolist()}", name)
+        yield Guard(f"L[{name!r}].tolist() == {inputs[name].tolist()}")

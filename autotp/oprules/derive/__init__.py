@@ -1,0 +1,1 @@
+"""Rules that are computed from the arguments of a call: views, slices, products, lookups."""

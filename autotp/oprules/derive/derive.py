@@ -11,7 +11,7 @@ from autotp.errors import RuleError
 from autotp.oprules.derive.call import Builder, Call, notation
 from autotp.oprules.derive.grouped import grouped_product
 from autotp.oprules.derive.lookup import assign, index, lookup, table
-from autotp.oprules.derive.named import along, constant, like, trailing, whole
+from autotp.oprules.derive.named import along, trailing, whole
 from autotp.oprules.derive.piece import (
     concatenate,
     divide,
@@ -58,7 +58,6 @@ RULES: Mapping[str, Builder] = {
     "attention": attention,
     "channels": channels,
     "concatenate": concatenate,
-    "constant": constant,
     "convolution": convolution,
     "divide": divide,
     "einsum": einsum,
@@ -67,7 +66,6 @@ RULES: Mapping[str, Builder] = {
     "grouped_product": grouped_product,
     "halves": halves,
     "index": index,
-    "like": like,
     "lookup": lookup,
     "padded": padded,
     "pair": pair,

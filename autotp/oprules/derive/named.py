@@ -3,11 +3,11 @@
 from typing import cast
 
 from autotp.algebra.axis import Dim
-from autotp.oprules.derive.call import Call, notation, renumbered
+from autotp.oprules.derive.call import Call, notation
 from autotp.oprules.notation import parse
 from autotp.oprules.rule import Factor, FactorKind, NodeRule
 
-__all__ = ["along", "constant", "like", "trailing", "whole"]
+__all__ = ["along", "trailing", "whole"]
 
 
 def along(call: Call) -> NodeRule | None:
@@ -64,13 +64,6 @@ def _stay(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
     return call.fresh(result, at, data=any(a.data for a in call.forest.flat(dim)))
 
 
-def like(call: Call) -> NodeRule | None:
-    """The first operand as it is; the others give no more than a dtype."""
-    dims = call.operands[0]
-    factors = tuple(Factor("pass", d, ((0, i), (~0, i))) for i, d in enumerate(dims) if d)
-    return NodeRule(factors, (dims,), linear=renumbered(call, call.row.linear))
-
-
 def whole(call: Call) -> NodeRule | None:
     """Every dim whole: the op is known, and no split of it is right."""
     factors = [
@@ -82,14 +75,6 @@ def whole(call: Call) -> NodeRule | None:
         tuple(call.fresh(k, j, data=True) for j in range(len(s))) for k, s in enumerate(call.sizes)
     )
     return NodeRule(tuple(factors), results, loss=call.row.loss)
-
-
-def constant(call: Call) -> NodeRule | None:
-    """Every dim whole, where analyse meets it; it takes such a node for one without parameters.
-
-    Only sizes and dtype of the operand reach the result (`new_zeros`), never its values.
-    """
-    return whole(call)
 
 
 def trailing(call: Call) -> NodeRule | None:

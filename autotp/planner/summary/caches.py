@@ -5,20 +5,22 @@ from collections.abc import Callable, Iterable
 from autotp.algebra.partition import Partition
 from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
-from autotp.planner.analysis import Kept, kept_outputs
-from autotp.planner.summary.found import Found
+from autotp.planner.analysis import CacheOutput, list_cache_outputs
+from autotp.planner.summary.findings import Findings
 from autotp.records.plan import CacheRecord
 
-__all__ = ["caches", "held"]
+__all__ = ["summarise_caches", "count_cache_bytes"]
 
 
-def caches(found: Found, named: Callable[[str], str], pricing: Pricing) -> dict[str, CacheRecord]:
+def summarise_caches(
+    findings: Findings, named: Callable[[Partition], str], pricing: Pricing
+) -> dict[str, CacheRecord]:
     """The tensors of the cache by path; `named` gives an axis the name that people read."""
-    kept = kept_outputs(found.analysis)
-    return {k.path: _record(k, found, named, pricing) for k in kept}
+    kept = list_cache_outputs(findings.analysis)
+    return {k.path: _record(k, findings, named, pricing) for k in kept}
 
 
-def held(records: Iterable[CacheRecord], tp: int) -> int:
+def count_cache_bytes(records: Iterable[CacheRecord], tp: int) -> int:
     """The bytes of all tensors on the fullest rank."""
     return sum(_held(record, tp) for record in records)
 
@@ -30,15 +32,15 @@ def _held(record: CacheRecord, tp: int) -> int:
     return record.bytes * split.local_length(0, tp) // split.length()
 
 
-def _record(kept: Kept, found: Found, named: Callable[[str], str], pricing: Pricing) -> CacheRecord:
-    analysis, placement = found.analysis, found.decision.kept[kept.number]
+def _record(
+    kept: CacheOutput, findings: Findings, named: Callable[[Partition], str], pricing: Pricing
+) -> CacheRecord:
+    analysis, placement = findings.analysis, findings.decision.kept[kept.number]
     meta = analysis.metas[kept.value]
     size = pricing.bytes(meta)
-    if not placement.is_split:
+    split = analysis.split(kept.value, placement)
+    if split is None:
         return CacheRecord(kept.path, bytes=size)
-    dim = analysis.dims[kept.value][placement.dim]
-    split = analysis.forest.split(dim, Partition.of(placement.axis))
-    assert split is not None, f"{placement} has no split"
     length = int(meta.shape[placement.dim])
-    axis = named(placement.axis)
+    axis = named(placement.partition)
     return CacheRecord(kept.path, placement.dim, axis, length, split.encode(), size)

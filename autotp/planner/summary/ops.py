@@ -2,40 +2,45 @@
 
 from torch import fx
 
+from autotp.capture.graph_facts import module_path
 from autotp.oprules.rule import Discovery
 from autotp.oprules.rulebook import Differing
 from autotp.planner.analysis import Analysis
-from autotp.planner.summary.found import Found
+from autotp.planner.summary.findings import Findings
 from autotp.records.plan import DifferingRecord, DiscoveredRecord
 
-__all__ = ["differing", "discovered", "path_of", "unruled"]
+__all__ = ["list_differing_ops", "list_discovered_rules", "list_unruled_ops"]
 
 _UNKNOWN = Discovery("", None, "")
 
 
-def unruled(analysis: Analysis) -> tuple[str, ...]:
+def list_unruled_ops(analysis: Analysis) -> tuple[str, ...]:
     """The nodes without a rule, as `op at module path`, each with the reason why none was found."""
     found = [(n, analysis.discovered.get(n, _UNKNOWN).reason) for n in analysis.unruled]
-    return tuple(f"{n.target} at {path_of(n)}{f': {why}' if why else ''}" for n, why in found)
+    return tuple(
+        f"{n.target} at {module_path(n) or n.name}{f': {why}' if why else ''}" for n, why in found
+    )
 
 
-def discovered(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
+def list_discovered_rules(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
     """The rules found by trying ops, with the modules that use each."""
     where: dict[tuple[str, str], list[str]] = {}
     for node, found in analysis.discovered.items():
         if found.row is not None:
-            where.setdefault((found.op, str(found.row)), []).append(path_of(node))
+            where.setdefault((found.op, str(found.row)), []).append(module_path(node) or node.name)
     return tuple(DiscoveredRecord(op, rule, tuple(at)) for (op, rule), at in where.items())
 
 
-def differing(found: Found, *, tp: int, training: bool) -> tuple[DifferingRecord, ...]:
+def list_differing_ops(
+    findings: Findings, *, tp: int, training: bool
+) -> tuple[DifferingRecord, ...]:
     """The ops that every rank does on the same values, though results may not be the same."""
     where: dict[Differing, dict[str, list[str]]] = {}
-    for node in found.analysis.program.graph.nodes if tp > 1 else ():
-        for entry in found.analysis.differing.get(str(node.target), ()):
-            if _is_replicated(node, entry.phase, found, training):
+    for node in findings.analysis.program.graph.nodes if tp > 1 else ():
+        for entry in findings.analysis.differing.get(str(node.target), ()):
+            if _is_replicated(node, entry.phase, findings, training):
                 ops = where.setdefault(entry, {})
-                ops.setdefault(str(node.target), []).append(path_of(node))
+                ops.setdefault(str(node.target), []).append(module_path(node) or node.name)
     return tuple(
         DifferingRecord(op, entry.phase, entry.why, tuple(at))
         for entry, ops in where.items()
@@ -43,19 +48,13 @@ def differing(found: Found, *, tp: int, training: bool) -> tuple[DifferingRecord
     )
 
 
-def _is_replicated(node: fx.Node, phase: str, found: Found, training: bool) -> bool:
+def _is_replicated(node: fx.Node, phase: str, findings: Findings, training: bool) -> bool:
     """Whether all ranks take what `node` makes in that pass to be equal."""
-    strategy = found.decision.strategies.get(node)
+    strategy = findings.decision.strategies.get(node)
     if phase == "forward":
         return strategy is None or any(p.kind in ("R", "R~") for p in strategy.results)
     if strategy is None or not training:
         return False
-    analysis = found.analysis
+    analysis = findings.analysis
     pairs = zip(analysis.uses[node].operands, strategy.operands, strict=True)
     return any(p.kind in ("R", "P") and o.value in analysis.differentiable for o, p in pairs)
-
-
-def path_of(node: fx.Node) -> str:
-    """The module path of a node; its name where it is in none."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return next((entry[0] for entry in reversed(stack.values())), "") or node.name

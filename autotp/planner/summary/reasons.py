@@ -10,16 +10,15 @@ from math import prod
 from typing import Final
 
 from autotp.algebra.axis import Atom
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED
 from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole
 from autotp.planner.analysis import AxisPair
-from autotp.planner.layouts import Layouts, overridden
-from autotp.planner.offers import factored
-from autotp.planner.summary.found import Asked, Found
-from autotp.planner.summary.walk import Stop, Walk, place
+from autotp.planner.layouts import Layouts, matches_glob
+from autotp.planner.offers import factor_pair
+from autotp.planner.summary.findings import Call, Findings
+from autotp.planner.summary.walk import Stop, Walk, describe_place
 from autotp.records.replication import starred
 
 __all__ = ["Reasons"]
@@ -34,15 +33,15 @@ class Reasons:
     def __init__(
         self,
         whole: Whole,
-        found: Found,
+        findings: Findings,
         pricing: Pricing,
-        asked: Asked,
+        call: Call,
         layouts: Layouts,
         names: Mapping[str, str],
     ) -> None:
-        self.whole, self.found, self.pricing, self.asked = whole, found, pricing, asked
+        self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
         self.layouts, self.names = layouts, names
-        self.walk = Walk(found.analysis, layouts, found.ways)
+        self.walk = Walk(findings.analysis, findings.ways)
         self.repeated: dict[str, int] = defaultdict(int)
         for name, tensor in whole.parameters.items():
             self.repeated[starred(name)] += tensor.nbytes
@@ -60,11 +59,11 @@ class Reasons:
 
     def parameter(self, name: str, layout: str) -> str:
         """Why every rank holds a parameter whole."""
-        if self.asked.tp == 1:
+        if self.call.tp == 1:
             return "there is one rank"
         if name not in self.found.analysis.parameters:
-            return f"unused: no op of the captured graph ({self.asked.variant}) reads it"
-        if any(self._matches(name, glob) for glob in self.asked.overrides):
+            return f"unused: no op of the captured graph ({self.call.variant}) reads it"
+        if any(self._matches(name, glob) for glob in self.call.overrides):
             return "an override asks for it"
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
@@ -88,36 +87,38 @@ class Reasons:
 
     def _few(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
         """Whether `axes` have too few units, and their pair no way to share them."""
-        few = all((a.size.static or 0) < self.asked.tp for a in axes)
-        return few and not factored(pair, self.asked.tp)
+        few = all((a.size.static or 0) < self.call.tp for a in axes)
+        return few and not factor_pair(pair, self.call.tp)
 
     def _too_few(self, pair: AxisPair) -> str:
         sizes = {a: a.size.static or 0 for a in pair.axes}
         named = ", ".join(
             f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
         )
-        most = max(n for n in range(1, prod(sizes.values()) + 1) if _fits(pair, n))
-        return f"{named}: too few for tp {self.asked.tp}; tp sizes that split it: {_up_to(most)}"
+        most = max(n for n in range(1, prod(sizes.values()) + 1) if _list_fitting(pair, n))
+        return (
+            f"{named}: too few for tp {self.call.tp}; tp sizes that split it: {_format_sizes(most)}"
+        )
 
     def _axes_cut(self, name: str) -> tuple[str, ...]:
         """What a parameter is cut along."""
-        return Partition.of(self.found.decision.parameters.get(name, REPLICATED).axis).axes
+        return self.found.decision.parameters.get(name, REPLICATED).partition.axes
 
     def _added_after(self, name: str) -> str:
         """Where the products are that a bias is added to, if they are partial sums before it."""
         strategies = self.found.decision.strategies
         products = self.layouts.products(name) if len(self._dims(name)) == 1 else []
         partial = bool(products) and all(PARTIAL in strategies[n].results for n in products)
-        return place(products[0]) if partial else ""
+        return describe_place(products[0]) if partial else ""
 
     def _barred(self, name: str, axes: Sequence[Atom]) -> str:
         """Why a parameter stays whole that its pair's axes would cut."""
         size = self._size(name)
-        least = self.asked.shard_threshold * max(t.nbytes for t in self.whole.parameters.values())
+        least = self.call.shard_threshold * max(t.nbytes for t in self.whole.parameters.values())
         if size < least:
             return f"its {size} bytes are below the threshold of {int(least)}"
-        if self.asked.overrides:
-            return "other layouts were asked for"
+        if self.call.overrides:
+            return "other layouts were call for"
         return self._ends(name, axes)
 
     def _alone(self, name: str) -> str:
@@ -126,12 +127,12 @@ class Reasons:
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return f"it is in no pair, and tp {self.asked.tp} divides none of its axes ({sizes})"
+            return f"it is in no pair, and tp {self.call.tp} divides none of its axes ({sizes})"
         return f"it is in no pair: {self._ends(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:
         size = axis.size.static
-        return size is not None and size > 1 and size % self.asked.tp == 0 and not axis.data
+        return size is not None and size > 1 and size % self.call.tp == 0 and not axis.data
 
     def _ends(self, name: str, axes: Sequence[Atom]) -> str:
         """Where cuts of a parameter along `axes` end, those that end alike together."""
@@ -148,16 +149,18 @@ class Reasons:
         """Where a cut of a dim along one axis ends."""
         met, stop = self.walk.met(name, dim, axis), self.walk.stop(name, dim, axis)
         if met is not None and (stop is None or stop.node is not met):
-            return f"{place(met)} meets it with what is whole"
+            return f"{describe_place(met)} meets it with what is whole"
         if stop is None:
             return "nothing reads it"
         if stop.node is None:
             return f"an output of the model needs it whole, {self._price('gather', stop)}"
         if not stop.why:
-            return f"{place(stop.node)} leaves a partial sum, {self._price('reduce', stop)}"
+            return (
+                f"{describe_place(stop.node)} leaves a partial sum, {self._price('reduce', stop)}"
+            )
         price = f", {self._price('gather', stop)}"
         weight = stop.value in self.found.analysis.weights
-        return f"{place(stop.node)} {stop.why}" + ("" if weight else price)
+        return f"{describe_place(stop.node)} {stop.why}" + ("" if weight else price)
 
     def _price(self, kind: str, stop: Stop) -> str:
         size = self.pricing.bytes(self.found.analysis.metas[stop.value])
@@ -177,15 +180,15 @@ class Reasons:
         return sum(self.repeated.values())
 
     def _matches(self, name: str, glob: str) -> bool:
-        return self.asked.overrides[glob] == "replicated" and overridden(name, glob)
+        return self.call.overrides[glob] == "replicated" and matches_glob(name, glob)
 
 
-def _fits(pair: AxisPair, tp: int) -> bool:
+def _list_fitting(pair: AxisPair, tp: int) -> bool:
     """Whether `tp` ranks can share the pair's axes."""
-    return any((a.size.static or 0) >= tp for a in pair.axes) or bool(factored(pair, tp))
+    return any((a.size.static or 0) >= tp for a in pair.axes) or bool(factor_pair(pair, tp))
 
 
-def _up_to(most: int) -> str:
+def _format_sizes(most: int) -> str:
     if most < 3:
         return "2" if most == 2 else "none"
     return f"2 to {most}"

@@ -12,82 +12,93 @@ from math import ceil, prod
 import torch
 
 from autotp.algebra.axis import Atom, Dim
-from autotp.algebra.partition import Part, Partition
-from autotp.algebra.placement import REPLICATED, Placement
+from autotp.algebra.partition import UNCUT, Part, Partition
+from autotp.algebra.placement import REPLICATED, SUMS, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.capture.program import Program
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
-from autotp.cost.conversions import SUMS, moved_bytes
-from autotp.planner.analysis import AxisPair, Emitted
+from autotp.cost.conversions import moved_bytes
+from autotp.dtypes import dtype_name
+from autotp.options import Request
+from autotp.planner.analysis import AxisPair, EmittedCollective
 from autotp.planner.layouts import Layouts
-from autotp.planner.summary.caches import caches, held
-from autotp.planner.summary.found import Asked, Found
-from autotp.planner.summary.ops import differing, discovered, unruled
+from autotp.planner.strategy import Strategy
+from autotp.planner.summary.caches import count_cache_bytes, summarise_caches
+from autotp.planner.summary.findings import Call, Findings
+from autotp.planner.summary.ops import list_differing_ops, list_discovered_rules, list_unruled_ops
 from autotp.planner.summary.reasons import Reasons
-from autotp.records.plan import CacheRecord, CollectiveRecord, Pair, ParameterRecord, Plan, Shard
-from autotp.records.replication import much_whole
+from autotp.records.plan import (
+    CacheRecord,
+    CollectiveRecord,
+    Pair,
+    ParameterRecord,
+    PlacementRecord,
+    Plan,
+    Shard,
+)
+from autotp.records.replication import describe_excess_replication
 from autotp.solver.problem import LEVELS, Solution
 
-__all__ = ["Asked", "Found", "account"]
+__all__ = ["summarise"]
 
 
-def account(whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> Plan:
+def summarise(whole: Whole, findings: Findings, pricing: Pricing, call: Call) -> Plan:
     """The plan of a decision."""
-    return _Accountant(whole, found, pricing, asked).plan()
+    return _Summary(whole, findings, pricing, call).plan()
 
 
-class _Accountant:
+class _Summary:
     """One plan while it is written down."""
 
-    def __init__(self, whole: Whole, found: Found, pricing: Pricing, asked: Asked) -> None:
-        self.whole, self.found, self.pricing, self.asked = whole, found, pricing, asked
-        self.analysis, self.forest = found.analysis, found.analysis.forest
-        self.layouts = Layouts(found.analysis, found.matching)
+    def __init__(self, whole: Whole, findings: Findings, pricing: Pricing, call: Call) -> None:
+        self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
+        self.analysis, self.forest = findings.analysis, findings.analysis.forest
+        self.layouts = Layouts(findings.analysis, findings.matching)
         self.aliases: dict[str, list[str]] = defaultdict(list)
         for alias, name in whole.tied.items():
             self.aliases[name].append(alias)
         self.names: dict[str, str] = {}
-        for pair in found.matching.pairs:
+        for pair in findings.matching.pairs:
             self.names |= self._axis_names(pair)
-        for name, axis in found.matching.experts.items():
-            module = _module((name,))
+        for name, axis in findings.matching.experts.items():
+            module = _find_common_module((name,))
             self.names.setdefault(axis.name, f"{module}.experts" if module else "experts")
         through = self._through()
         if through is not None:
             self.names.setdefault(through, "hidden")
         self._name_others()
-        self.reasons = Reasons(whole, found, pricing, asked, self.layouts, self.names)
+        self.reasons = Reasons(whole, findings, pricing, call, self.layouts, self.names)
         self.filed = self._filed()
 
     def plan(self) -> Plan:
         """The plan."""
-        asked, solution = self.asked, self.found.solution
+        call, solution = self.call, self.found.solution
         parameters = self._parameters()
         total = sum(p.bytes for p in parameters.values())
         held = sum(p.whole_bytes for p in parameters.values())
         fraction = held / total if total else 0.0
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
-        unused = asked.beside.unused_fraction if asked.beside else unused
-        without = unruled(self.analysis)
+        unused = call.prefill.unused_fraction if call.prefill else unused
+        without = list_unruled_ops(self.analysis)
         program = self.analysis.program
         return Plan(
             model=self.whole.name,
             fingerprint=fingerprint(self.whole),
-            tp=asked.tp,
-            training=asked.training,
-            variant=asked.variant,
+            tp=call.tp,
+            training=call.training,
+            variant=call.variant,
             objective="communication",
-            machine=asked.machine.name,
-            sizes=dict(asked.sizes),
+            machine=call.request.machine.name,
+            sizes=dict(call.sizes),
             pairs=tuple(self._pair(p) for p in self.found.matching.pairs),
             parameters=parameters,
             collectives=self._collectives(),
             cost=dict(zip(LEVELS, solution.cost, strict=True)),
             bound=dict(zip(LEVELS, solution.bound, strict=True)),
-            gap=_gap(solution),
+            gap=_find_gap(solution),
             method=solution.method,
             width=solution.width,
             variables=len(solution.choice),
@@ -97,18 +108,17 @@ class _Accountant:
             warnings=tuple(self._warnings(parameters, unused, without, program.reason)),
             dynamic=program.dynamic,
             options={
-                "overrides": dict(asked.overrides),
-                "shard_threshold": asked.shard_threshold,
-                "optimizer": asked.optimizer,
-                "state_dtype": asked.state_dtype,
-                "reduce_dtype": asked.reduce_dtype,
+                "overrides": dict(call.overrides),
+                "shard_threshold": call.shard_threshold,
+                "optimizer": call.request.optimizer,
+                "state_dtype": call.request.state_dtype,
+                "reduce_dtype": _dtype_name(call.request.reduce_dtype),
+                **_describe_rules(call.request),
             },
-            choices={
-                n.name: self._label(s.label) for n, s in self.found.decision.strategies.items()
-            },
+            choices={n.name: self._label(s) for n, s in self.found.decision.strategies.items()},
             unused_fraction=unused,
-            discovered=discovered(self.analysis),
-            differing=differing(self.found, tp=asked.tp, training=asked.training),
+            discovered=list_discovered_rules(self.analysis),
+            differing=list_differing_ops(self.found, tp=call.tp, training=call.training),
             caches=self._caches(),
         )
 
@@ -124,7 +134,7 @@ class _Accountant:
         return max(count, key=lambda name: count[name], default=None)
 
     def _axis_names(self, pair: AxisPair) -> dict[str, str]:
-        module = _module((*pair.openers, *pair.closers))
+        module = _find_common_module((*pair.openers, *pair.closers))
         return {a: f"{module}.{w}" if module else w for a, w in pair.words.items()}
 
     def _name_others(self) -> None:
@@ -135,11 +145,11 @@ class _Accountant:
                 for axis in leaves:
                     of = "" if len(leaves) == 1 else "part of "
                     word = f"{of}dim {number} ({axis.size})"
-                    self.names.setdefault(axis.name, f"{_module((name,))}.{word}")
+                    self.names.setdefault(axis.name, f"{_find_common_module((name,))}.{word}")
 
     def _pair(self, pair: AxisPair) -> Pair:
         cut = self._pair_cut(pair)
-        tp, module = self.asked.tp, _module((*pair.openers, *pair.closers))
+        tp, module = self.call.tp, _find_common_module((*pair.openers, *pair.closers))
         axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
         several = {*self.found.matching.experts.values()}
         names = {a: "hidden" for a in axes if a not in pair.axes}
@@ -150,7 +160,7 @@ class _Accountant:
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
         return Pair(
             role=pair.role.name,
-            axis=self._axis_name(str(cut)) if len(cut.parts) > 1 else named,
+            axis=self._axis_name(cut) if len(cut.parts) > 1 else named,
             size=prod(a.size.static or 0 for a in axes),
             local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
             openers=pair.openers,
@@ -170,7 +180,7 @@ class _Accountant:
 
     def _local_size(self, cut: Partition, rank: int) -> int:
         """The units of all its axes that a rank has."""
-        tp = self.asked.tp
+        tp = self.call.tp
         sizes = [(self.forest.named(p.axis).size.coefficient, p) for p in cut.parts]
         return prod(Extent(n, p.parts, p.stride).part(rank, tp)[1] for n, p in sizes)
 
@@ -179,13 +189,13 @@ class _Accountant:
         told = [p for p in cut.parts if p.parts]
         return "; ".join(
             f"{self.names[p.axis].rpartition('.')[2]} in {p.parts} parts, each on "
-            f"{self.asked.tp // p.parts} ranks"
+            f"{self.call.tp // p.parts} ranks"
             for p in told
         )
 
     def _too_few(self, pair: AxisPair) -> str:
         """Why experts are cut, and not handed out, where there are fewer than ranks."""
-        several, tp = self.found.matching.experts, self.asked.tp
+        several, tp = self.found.matching.experts, self.call.tp
         named = (several[n].size.static or 0 for n in pair.openers if n in several)
         few = next((n for n in named if n < tp), 0)
         return f"experts ({few}): too few for tp {tp}, so each is cut" if few else ""
@@ -204,16 +214,15 @@ class _Accountant:
         axes = {a.name for a in (*pair.axes, *experts, *others)}
         weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
-            cut = Partition.of(self._placement(name).axis).among(axes)
+            cut = self._placement(name).partition.among(axes)
             if cut.parts:
                 weight[cut] += self.whole.parameters[name].numel()
-        return max(weight, key=lambda c: weight[c], default=Partition(()))
+        return max(weight, key=lambda c: weight[c], default=UNCUT)
 
-    def _axis_name(self, text: str) -> str:
+    def _axis_name(self, partition: Partition) -> str:
         """What a partition cuts, for people: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
-        parts = Partition.of(text).parts
-        names = [self.names.get(p.axis, p.axis) for p in parts]
-        joint = "*" if any(p.parts for p in parts) else "+"
+        names = [self.names.get(axis, axis) for axis in partition.axes]
+        joint = "*" if any(p.parts for p in partition.parts) else "+"
         return joint.join([names[0], *(n.rpartition(".")[2] for n in names[1:])])
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────
@@ -222,54 +231,51 @@ class _Accountant:
         return self.found.decision.parameters.get(name, REPLICATED)
 
     def _parameters(self) -> Mapping[str, ParameterRecord]:
-        if self.asked.beside is not None:
-            return self.asked.beside.parameters
+        if self.call.prefill is not None:
+            return self.call.prefill.parameters
         return {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
         placement = self._placement(name)
         split = self._split(name, placement)
         layout = self.layouts.of(name, placement)
-        axis = self._axis_name(placement.axis) if split else placement.axis
+        axis = self._axis_name(placement.partition) if split else None
         return ParameterRecord(
             name=name,
             layout=layout,
             dim=placement.dim if split else None,
-            axis=axis if split else None,
-            axis_size=self._axis_size(placement.axis) if split else None,
+            axis=axis,
+            axis_size=self._axis_size(placement.partition) if split else None,
             shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=_bytes(tensor),
+            dtype=dtype_name(tensor.dtype),
+            bytes=tensor.nbytes,
             split=split.encode() if split else (),
-            shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.asked.tp)),
-            placement=(Placement(placement.kind, placement.dim, axis),),
-            reason=self.reasons.segments(split, placement.dim, axis)
+            shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.call.tp)),
+            placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
+            reason=self.reasons.segments(split, placement.dim, axis or "")
             if split
             else self.reasons.parameter(name, layout),
             gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
 
-    def _axis_size(self, text: str) -> int:
-        parts = Partition.of(text).parts
-        sizes = [self.forest.named(p.axis).size.coefficient for p in parts]
-        return prod(sizes) if any(p.parts for p in parts) else sum(sizes)
+    def _axis_size(self, partition: Partition) -> int:
+        sizes = [self.forest.named(axis).size.coefficient for axis in partition.axes]
+        return prod(sizes) if any(p.parts for p in partition.parts) else sum(sizes)
 
     def _split(self, name: str, placement: Placement) -> Split | None:
-        if not placement.is_split:
-            return None
-        dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
-        return self.forest.split(dims[placement.dim], Partition.of(placement.axis))
+        node = self.analysis.parameters.get(name)
+        return self.analysis.split((node, 0), placement) if node else None
 
     def _shard(
         self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
     ) -> Shard:
         if split is None:
-            return Shard(tuple(tensor.shape), _bytes(tensor), ())
+            return Shard(tuple(tensor.shape), tensor.nbytes, ())
         shape = list(tensor.shape)
-        shape[placement.dim] = split.local_length(rank, self.asked.tp)
-        size = _bytes(tensor) // tensor.shape[placement.dim] * shape[placement.dim]
-        return Shard(tuple(shape), size, tuple(split.ranges(rank, self.asked.tp)))
+        shape[placement.dim] = split.local_length(rank, self.call.tp)
+        size = tensor.nbytes // tensor.shape[placement.dim] * shape[placement.dim]
+        return Shard(tuple(shape), size, tuple(split.ranges(rank, self.call.tp)))
 
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
 
@@ -285,8 +291,8 @@ class _Accountant:
         backward = [c for c in self.found.collectives if c.phase == "backward"]
         return tuple(self._collective(c) for c in [*forward, *reversed(backward)])
 
-    def _collective(self, run: Emitted) -> CollectiveRecord:
-        ranks = run.ranks or self.asked.tp
+    def _collective(self, run: EmittedCollective) -> CollectiveRecord:
+        ranks = run.ranks or self.call.tp
         shares = run.shares or (Fraction(1),) * len(run.metas)
         size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
         payload = sum(
@@ -301,7 +307,7 @@ class _Accountant:
             where=run.where,
             payload_bytes=payload,
             wire_bytes=wire_bytes(run.kind, payload, ranks),
-            time_ps=time_ps(run.kind, payload, ranks, self.asked.machine),
+            time_ps=time_ps(run.kind, payload, ranks, self.call.request.machine),
             axis=next((self.filed[a] for a in run.axes if a in self.filed), ""),
             group="tp" if not run.ranks else f"tp/{run.ranks}:{run.stride}",
         )
@@ -310,15 +316,17 @@ class _Accountant:
         by_dtype: dict[str, int] = defaultdict(int)
         for record in parameters.values():
             by_dtype[record.dtype] += max(s.bytes for s in record.shards)
-        asked = self.asked
-        memory = memory_bytes(by_dtype, asked.optimizer, asked.state_dtype, training=asked.training)
-        memory = {**memory, "buffers": sum(_bytes(b) for b in self.whole.buffers.values())}
+        call = self.call
+        memory = memory_bytes(
+            by_dtype, call.request.optimizer, call.request.state_dtype, training=call.training
+        )
+        memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}
         if self.analysis.program.carried:
-            memory["kv_cache"] = held(self._caches().values(), asked.tp)
+            memory["kv_cache"] = count_cache_bytes(self._caches().values(), call.tp)
         return memory
 
     def _caches(self) -> dict[str, CacheRecord]:
-        return caches(self.found, self._axis_name, self.asked.longest or self.pricing)
+        return summarise_caches(self.found, self._axis_name, self.call.longest or self.pricing)
 
     def _warnings(
         self,
@@ -327,7 +335,7 @@ class _Accountant:
         unruled: Sequence[str],
         reason: str,
     ) -> Iterable[str]:
-        told = "" if self.asked.beside else much_whole(parameters, self.asked.tp)
+        told = "" if self.call.prefill else describe_excess_replication(parameters, self.call.tp)
         if told:
             yield told
             if unused:
@@ -338,26 +346,36 @@ class _Accountant:
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
         if reason:
-            fixed = _fixed(self.analysis.program)
+            fixed = _list_fixed_sizes(self.analysis.program)
             sizes = ", ".join(f"{word} {size}" for word, size in fixed.items()) or "the given"
             yield (
                 f"the graph holds for these sizes only: {sizes}; other sizes are captured when "
                 f"they come. Traced with free sizes, torch.export fails: {reason}"
             )
 
-    def _label(self, label: str) -> str:
-        number, _, axis = label.partition(":")
-        return f"{number}:{self._axis_name(axis)}" if number.isdigit() else label
+    def _label(self, strategy: Strategy) -> str:
+        if not strategy.partition.parts:
+            return strategy.label
+        return f"{strategy.label.partition(':')[0]}:{self._axis_name(strategy.partition)}"
 
 
-def _gap(solution: Solution) -> float:
+def _dtype_name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else dtype_name(dtype)
+
+
+def _describe_rules(request: Request) -> dict[str, object]:
+    """The files of rules that were given, by what is in them; nothing without any."""
+    return {"rules": request.rules.extensions} if request.rules.extensions else {}
+
+
+def _find_gap(solution: Solution) -> float:
     for cost, bound in zip(solution.cost, solution.bound, strict=True):
         if cost != bound:
             return (cost - bound) / max(abs(bound), 1)
     return 0.0
 
 
-def _fixed(program: Program) -> dict[str, int]:
+def _list_fixed_sizes(program: Program) -> dict[str, int]:
     """The sizes of data that the capture had to fix, by what they are of."""
     found: dict[str, int] = {}
     values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
@@ -369,14 +387,10 @@ def _fixed(program: Program) -> dict[str, int]:
     return found
 
 
-def _module(names: Sequence[str]) -> str:
+def _find_common_module(names: Sequence[str]) -> str:
     """The longest module path that all parameters share."""
     paths = [n.split(".")[:-1] for n in names]
     shared = 0
     while all(len(p) > shared and p[shared] == paths[0][shared] for p in paths):
         shared += 1
     return ".".join(paths[0][:shared])
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

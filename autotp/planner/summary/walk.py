@@ -5,24 +5,19 @@ takes its operand cut, the cut must end before it, by a collective; where one co
 ends in partial sums. A parameter is left whole because of what stands here.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Final
 
 from torch import fx
 
 from autotp.algebra.axis import Atom
-from autotp.algebra.partition import Partition
 from autotp.algebra.placement import Placement
-from autotp.capture.graph_facts import Value
+from autotp.capture.graph_facts import Value, module_path, source_line
 from autotp.oprules.rule import Factor
-from autotp.planner.analysis import Analysis, Use, leaving_whole
-from autotp.planner.layouts import Layouts
+from autotp.planner.analysis import Analysis, Use, list_model_outputs
 from autotp.planner.strategy import Strategy
 
-__all__ = ["Stop", "Walk", "place"]
+__all__ = ["Stop", "Walk", "describe_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +37,9 @@ class Stop:
 class Walk:
     """The walks of one program; `ways` are the strategies of each op."""
 
-    def __init__(
-        self, analysis: Analysis, layouts: Layouts, ways: Mapping[fx.Node, tuple[Strategy, ...]]
-    ) -> None:
-        self.analysis, self.layouts, self.ways = analysis, layouts, ways
-        self.outputs = leaving_whole(analysis)
+    def __init__(self, analysis: Analysis, ways: Mapping[fx.Node, tuple[Strategy, ...]]) -> None:
+        self.analysis, self.ways = analysis, ways
+        self.outputs = list_model_outputs(analysis)
 
     def stop(self, name: str, dim: int, axis: Atom) -> Stop | None:
         """Where a cut of `dim` of parameter `name` along `axis` ends; None if nothing reads it."""
@@ -54,11 +47,11 @@ class Walk:
         seen, todo, ends = {start}, [start], list[Stop]()
         while todo:
             value, at = todo.pop(0)
-            for use, k in self.layouts.consumers[value]:
-                ways = [s for s in self.ways[use.node] if _cuts(s.operands[k], at, axis)]
+            for use, k in self.analysis.readers[value]:
+                ways = [s for s in self.ways[use.node] if _list_splits(s.operands[k], at, axis)]
                 if not ways:
                     return Stop(use.node, self._why(use, k, at, axis), value)
-                found = dict.fromkeys(cut for s in ways for cut in _results(use.node, s, axis))
+                found = dict.fromkeys(cut for s in ways for cut in _list_results(use.node, s, axis))
                 ends += [] if found else [Stop(use.node, "", (use.node, 0))]
                 todo += [cut for cut in found if cut not in seen]
                 seen.update(found)
@@ -71,7 +64,7 @@ class Walk:
         todo = [((self.analysis.parameters[name], 0), dim)]
         while todo:
             value, at = todo.pop(0)
-            for use, k in self.layouts.consumers[value]:
+            for use, k in self.analysis.readers[value]:
                 for factor in use.rule.factors:
                     if (k, at) in factor.slots and self._brought(use, factor, k, axis):
                         return use.node
@@ -104,27 +97,19 @@ class Walk:
         return "cannot be cut along it with its other operands"
 
 
-def place(node: fx.Node) -> str:
+def describe_place(node: fx.Node) -> str:
     """An op and where it stands: `aten.mean.dim at model.norm (modeling_x.py:62)`."""
-    stack = node.meta.get("nn_module_stack") or {}
-    path = next((entry[0] for entry in reversed(stack.values())), "")
-    found = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in found if "torch" not in PurePath(f[0]).parts] or found
-    source = f" ({PurePath(own[-1][0]).name}:{own[-1][1]})" if own else ""
-    return f"{node.target} at {path or node.name}{source}"
+    line = source_line(node)
+    return f"{node.target} at {module_path(node) or node.name}{f' ({line.place})' if line else ''}"
 
 
-# not the generated code of a graph inside, whose name is another in each process
-_FRAME: Final = re.compile(r'File "([^<"].*)", line (\d+)')
-
-
-def _cuts(placement: Placement, dim: int, axis: Atom) -> bool:
+def _list_splits(placement: Placement, dim: int, axis: Atom) -> bool:
     here = placement.dim == dim or placement.kind == "SS"
-    return here and placement.is_split and axis.name in Partition.of(placement.axis).axes
+    return here and placement.is_split and axis.name in placement.partition.axes
 
 
-def _results(node: fx.Node, strategy: Strategy, axis: Atom) -> Iterator[tuple[Value, int]]:
+def _list_results(node: fx.Node, strategy: Strategy, axis: Atom) -> Iterator[tuple[Value, int]]:
     """The results, with the dim, that a strategy makes cut along `axis`."""
     for number, placement in enumerate(strategy.results):
-        if _cuts(placement, placement.dim, axis):
+        if _list_splits(placement, placement.dim, axis):
             yield (node, number), placement.dim

@@ -1,0 +1,1 @@
+"""Graphs as Python code that runs, and that people read."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from autotp.capture.graph_facts import module_path
 from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
 from autotp.runtime.variant import Variant
 
@@ -146,8 +147,7 @@ class _Text:
         """The module to which the node belongs: in a layer, the layer's child."""
         if node.op == "call_module":
             return str(node.target).rpartition(".")[0]
-        stack = list((node.meta.get("nn_module_stack") or {}).values())
-        path = str(stack[-1][0]) if stack else ""
+        path = module_path(node)
         if self.calls:
             return path
         inner = re.sub(r"^.*?\.\d+(\.|$)", "", path)

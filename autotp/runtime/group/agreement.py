@@ -80,7 +80,7 @@ def _told(ranks: Sequence[Mapping[str, str]], what: str) -> str:
     return (
         f"{first}: {what} are not the same on all {len(ranks)} ranks: "
         f"{len(ranks) - len(odd)} hold {next(h for r, h in enumerate(held) if r not in odd)}, but "
-        f"ranks {odd} hold {', '.join(held[r] for r in odd)}; so do {len(wrong)} of {len(names)} "
-        f"tensors ({', '.join(wrong[:_SHOWN])}{', …' if len(wrong) > _SHOWN else ''}) differ. Give "
+        f"ranks {odd} hold {', '.join(held[r] for r in odd)}. Tensors that differ: {len(wrong)} of "
+        f"{len(names)} ({', '.join(wrong[:_SHOWN])}{', …' if len(wrong) > _SHOWN else ''}). Give "
         "every rank the same checkpoint, or the same seed before the model is built."
     )

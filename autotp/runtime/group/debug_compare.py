@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autotp.capture.cache import CacheState
 from autotp.capture.program import named_leaves
+from autotp.dtypes import dtype_name
 from autotp.errors import GroupError
 from autotp.runtime.group.agreement import digests, odd_ranks
 from autotp.runtime.group.digest import digest
@@ -100,15 +101,12 @@ class _Kept:
     def __str__(self) -> str:
         sizes = {kind: self.tensor.shape[dim] for dim, kind in self.dims.items()}
         counted = [*self.tensor.shape] if self.tensor.shape[-1:] == (0,) else []
-        return f"{_word(self.tensor)} of {sizes or counted or f'{self.tensor.dim()} dims'}"
+        told = sizes or counted or f"{self.tensor.dim()} dims"
+        return f"{dtype_name(self.tensor.dtype)} of {told}"
 
 
 def _described(leaf: object) -> str:
     """What is compared of a leaf, in words; a tensor's ends in the hash of its values."""
     if not isinstance(leaf, Tensor):
         return str(leaf)
-    return f"{_word(leaf)} {list(leaf.shape)} #{digest(leaf).hex()[:12]}"
-
-
-def _word(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype_name(leaf.dtype)} {list(leaf.shape)} #{digest(leaf).hex()[:12]}"

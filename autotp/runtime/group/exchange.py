@@ -1,6 +1,6 @@
 """What ranks tell each other outside of graphs: that something failed, and whole tensors."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.failures import waiting
 from autotp.runtime.group.process_group import Group, exists, process_group
 from autotp.runtime.ops.blocks import join
+from autotp.runtime.ops.communicator import Message, Processes
 
 __all__ = ["as_one", "gathered", "rows", "texts"]
 
@@ -59,10 +60,9 @@ def rows(group: Group, local: Tensor, what: str) -> Tensor:
 
     - `what` is being done, for the message where a rank is lost.
     """
-    ops = torch.ops._c10d_functional
-    gather: Callable[..., Tensor] = ops.all_gather_into_tensor
+    own = Message(local.to(group.device))
     with waiting(group.name, what):
-        found: Tensor = ops.wait_tensor(gather(local.to(group.device), group.size, group.name))
+        (found,) = Processes(group.name).exchange("all_gather", [own])
         return found.cpu().view(group.size, -1)
 
 

@@ -1,0 +1,1 @@
+"""The ops of `torch.ops.autotp`: one for each change of placement, with its backward."""

@@ -20,95 +20,41 @@ functional collectives inside. The raw collectives would not do: their own backw
 is another all-reduce, which multiplies the gradient of a replicated loss by the group's size.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
 
-from autotp.algebra.placement import CONVERSIONS, Conversion, Primitive
+from autotp.algebra.placement import CONVERSION_OPS, Conversion
 from autotp.algebra.split import Peers, Split
 from autotp.dtypes import sum_dtype
-from autotp.runtime.group.failures import waiting
-from autotp.runtime.group.process_group import among, rank_of, size_of
 from autotp.runtime.ops.blocks import rejoined, segments
+from autotp.runtime.ops.communicator import Communicator, Processes
 from autotp.runtime.ops.grouped_rows import local_index, own_bounds
-from autotp.runtime.ops.primitives import PRIMITIVES, Cut, Wire
+from autotp.runtime.ops.primitives import Cut, Wire, run_primitive
 
-__all__ = ["LIBRARY", "schema"]
+__all__ = ["LIBRARY", "OPS", "Arguments", "Op", "bind_arguments", "read_wire", "schema"]
 
 LIBRARY = torch.library.Library("autotp", "DEF")
 """Keeps the ops alive: they are deregistered with it."""
 
-_ALIASING = {"identity", "slice", "keep_first"}
-_CUTTING = {"slice", "pad", "all_gather", "reduce_scatter", "slice_first", "pad_reduce"}
-_GROUPED = {"rows_first", "rows_back", "rows_back_reduce", "reduce_rows_first"}
-_SUMMING = {"all_reduce", "reduce_scatter", "pad_reduce", "rows_back_reduce", "reduce_rows_first"}
-_NOWHERE = Cut(0, Split(1, ()))
+Arguments: TypeAlias = Mapping[str, Any]
+"""What one rank gives an op: the op's argument names to values."""
 
+Op: TypeAlias = Callable[[Sequence[Arguments], Communicator], list[Any]]
+"""An op on the ranks of a communicator: each one's arguments to each one's result."""
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One conversion under way: the primitives of both directions, and what they need."""
-
-    forward: Primitive
-    backward: Primitive
-    wire: Wire
-
-    def reversed(self) -> "_Step":
-        return _Step(self.backward, self.forward, self.wire.reversed())
-
-
-class _Stepping(FunctionCtx):
-    step: _Step
-
-
-class _Sharing(FunctionCtx):
-    wire: Wire
-    cuts: list[Cut | None]
-    likes: list[tuple[torch.Size, torch.dtype, torch.device]]
-    needs_input_grad: tuple[bool, ...]
-
-
-class _Convert(torch.autograd.Function):
-    """Runs a step forward; its gradient runs the step reversed."""
-
-    @staticmethod
-    def forward(ctx: _Stepping, x: Tensor, step: _Step) -> Tensor:
-        ctx.step = step
-        return PRIMITIVES[step.forward](x, step.wire)
-
-    @staticmethod
-    def backward(ctx: _Stepping, *gradients: Tensor) -> tuple[Tensor, None]:
-        step = ctx.step.reversed()
-        with waiting(step.wire.group, f"the backward pass, {step.forward}"):
-            return _converted(gradients[0], step), None
-
-
-class _ShareGradients(torch.autograd.Function):
-    """Aliases of the inputs; their gradients are summed over the ranks that hold the same."""
-
-    @staticmethod
-    def forward(
-        ctx: _Sharing, wire: Wire, cuts: list[Cut | None], *xs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.wire, ctx.cuts = wire, cuts
-        ctx.likes = [(x.shape, x.dtype, x.device) for x in xs]
-        return tuple(x.view_as(x) for x in xs)
-
-    @staticmethod
-    def backward(ctx: _Sharing, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wanted = [k for k, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
-        results: list[Tensor | None] = [None] * len(gradients)
-        if any(gradients[k] is not None for k in wanted):
-            full = [_materialized(gradients[k], *ctx.likes[k]) for k in wanted]
-            with waiting(ctx.wire.group, "the backward pass, the sum of gradients"):
-                totals = _shared(full, [ctx.cuts[k] for k in wanted], ctx.wire)
-            for k, total in zip(wanted, totals, strict=True):
-                results[k] = total
-        return None, None, *results
+_TYPES = {
+    "bounds": "Tensor",
+    "dim": "int",
+    "split": "int[]",
+    "to_dim": "int",
+    "to_split": "int[]",
+}
 
 
 def schema(conversion: Conversion) -> str:
@@ -116,130 +62,222 @@ def schema(conversion: Conversion) -> str:
 
     schema(CONVERSIONS["R~", "R"])  # first_gradient(Tensor(a) x, str group) -> Tensor(a)
     """
-    primitives = {conversion.forward, conversion.backward}
-    tensor = "Tensor(a)" if conversion.forward in _ALIASING else "Tensor"
-    cut = ", int dim, int[] split" if primitives & (_CUTTING | {"all_to_all"}) else ""
-    rows = ", Tensor bounds, int dim" if primitives & _GROUPED else ""
-    to = ", int to_dim, int[] to_split" if "all_to_all" in primitives else ""
-    dtype = ", *, ScalarType? dtype=None" if primitives & _SUMMING else ""
-    return f"{conversion.op}({tensor} x{rows}{cut}{to}, str group{dtype}) -> {tensor}"
+    tensor = "Tensor(a)" if conversion.forward.aliases else "Tensor"
+    given = "".join(f", {_TYPES[name]} {name}" for name in conversion.forward.arguments)
+    dtype = ", *, ScalarType? dtype=None" if conversion.sums else ""
+    return f"{conversion.op}({tensor} x{given}, str group{dtype}) -> {tensor}"
 
 
-def _converted(x: Tensor, step: _Step) -> Tensor:
-    result: Tensor = _Convert.apply(x, step)
-    return result
+def bind_arguments(
+    op: OpOverload, positional: Sequence[Any], keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of `op`, by name; those left out are absent."""
+    return {**dict(zip(_names(op), positional, strict=False)), **keywords}
 
 
-def _implementation(conversion: Conversion) -> Callable[..., Tensor]:
-    """The function of a conversion's op, with the arguments of `schema`."""
-
-    def converted(x: Tensor, wire: Wire) -> Tensor:
-        return _converted(x, _Step(conversion.forward, conversion.backward, wire))
-
-    def plain(x: Tensor, group: str, *, dtype: torch.dtype | None = None) -> Tensor:
-        return converted(x, Wire(group, _NOWHERE, _NOWHERE, dtype))
-
-    def cut(
-        x: Tensor, dim: int, split: list[int], group: str, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        place = Cut(dim, Split.decode(split))
-        return converted(x, Wire(group, place, place, dtype))
-
-    def exchange(
-        x: Tensor, dim: int, split: list[int], to_dim: int, to_split: list[int], group: str
-    ) -> Tensor:
-        first, last = Cut(dim, Split.decode(split)), Cut(to_dim, Split.decode(to_split))
-        return converted(x, Wire(group, first, last))
-
-    def grouped(
-        x: Tensor, bounds: Tensor, dim: int, group: str, *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        place = Cut(dim, _NOWHERE.split)
-        return converted(x, Wire(group, place, place, dtype, bounds))
-
-    primitives = {conversion.forward, conversion.backward}
-    if primitives & _GROUPED:
-        return grouped
-    if "all_to_all" in primitives:
-        return exchange
-    return cut if primitives & _CUTTING else plain
+@cache
+def _names(op: OpOverload) -> tuple[str, ...]:
+    return tuple(argument.name for argument in op._schema.arguments)  # pyright: ignore[reportPrivateUsage]
 
 
-def _materialized(
-    gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if gradient is None:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return gradient
+def read_wire(arguments: Arguments) -> Wire:
+    """What a conversion's arguments say, besides the tensor and the group."""
+    cut = Cut(arguments.get("dim", 0), Split.decode(arguments.get("split", (1,))))
+    to = cut
+    if "to_dim" in arguments:
+        to = Cut(arguments["to_dim"], Split.decode(arguments["to_split"]))
+    return Wire(cut, to, arguments.get("dtype"), arguments.get("bounds"))
 
 
-def _shared(gradients: list[Tensor], cuts: Sequence[Cut | None], wire: Wire) -> list[Tensor]:
-    """The gradients summed over the ranks that hold the same of a parameter, piece by piece."""
-    rank, ranks = rank_of(wire.group), size_of(wire.group)
-    everyone = Peers(0, ranks, 1)
-    pieces: list[Tensor] = []
-    peers: list[Peers] = []
-    for gradient, cut in zip(gradients, cuts, strict=True):
-        own, among_whom = ((gradient,), [everyone])
-        if cut is not None:
-            own, among_whom = segments(gradient, cut.dim, cut.split, rank, ranks)
-        pieces += own
-        peers += among_whom
-    sums = iter(_summed(pieces, peers, wire))
-    return [
-        next(sums) if cut is None else rejoined([next(sums) for _ in cut.split.segments], cut.dim)
-        for cut in cuts
-    ]
+# ── one autograd node for all ranks at hand ──────────────────────────────────────────────────────
 
 
-def _summed(pieces: Sequence[Tensor], peers: Sequence[Peers], wire: Wire) -> list[Tensor]:
-    """Each piece summed over its peers, by one all-reduce for each dtype and set of peers."""
-    results = list(pieces)
-    kinds = [(sum_dtype(x.dtype, wire.dtype), p) for x, p in zip(pieces, peers, strict=True)]
-    for kind in dict.fromkeys(k for k in kinds if k[1].count > 1):
-        places = [k for k, own in enumerate(kinds) if own == kind]
-        flat = torch.cat([pieces[k].to(kind[0]).flatten() for k in places])
-        inside = replace(wire, group=among(wire.group, kind[1]))
-        total = _converted(flat, _Step("all_reduce", "identity", inside))
-        runs = total.split([pieces[k].numel() for k in places])
-        for k, run in zip(places, runs, strict=True):
-            results[k] = run.view(pieces[k].shape).to(pieces[k].dtype)
+class _Converting(FunctionCtx):
+    conversion: Conversion
+    wire: Wire
+    communicator: Communicator
+
+
+class _Convert(torch.autograd.Function):
+    """Runs a conversion forward; its gradient runs the conversion reversed."""
+
+    @staticmethod
+    def forward(
+        ctx: _Converting,
+        conversion: Conversion,
+        wire: Wire,
+        communicator: Communicator,
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.conversion, ctx.wire, ctx.communicator = conversion, wire, communicator
+        return tuple(run_primitive(conversion.forward, xs, wire, communicator))
+
+    @staticmethod
+    def backward(ctx: _Converting, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        conversion = ctx.conversion.reversed()
+        with ctx.communicator.backward(str(conversion.forward)) as communicator:
+            back = _convert(gradients, conversion, ctx.wire.reversed(), communicator)
+        return None, None, None, *back
+
+
+def _convert(
+    xs: Sequence[Tensor], conversion: Conversion, wire: Wire, communicator: Communicator
+) -> tuple[Tensor, ...]:
+    results: tuple[Tensor, ...] = _Convert.apply(conversion, wire, communicator, *xs)
     return results
 
 
-def _share_gradients(
-    xs: list[Tensor], cuts: list[list[int]], group: str, *, dtype: torch.dtype | None = None
-) -> list[Tensor]:
-    wire = Wire(group, _NOWHERE, _NOWHERE, dtype)
-    shared: tuple[Tensor, ...] = _ShareGradients.apply(wire, [Cut.of(c) for c in cuts], *xs)
-    return list(shared)
+class _Sharing(FunctionCtx):
+    communicator: Communicator
+    dtype: torch.dtype | None
+    cuts: list[Cut | None]
+    needs_input_grad: tuple[bool, ...]
 
 
-def _local_index(
-    index: Tensor, size: int, group: str, absent: bool = False
-) -> tuple[Tensor, Tensor]:
-    return local_index(index, size, rank_of(group), size_of(group), absent=absent)
+class _ShareGradients(torch.autograd.Function):
+    """Aliases of the inputs, rank by rank; their gradients are summed over the ranks that hold the
+    same.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Sharing,
+        communicator: Communicator,
+        dtype: torch.dtype | None,
+        cuts: list[Cut | None],
+        *xs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.communicator, ctx.dtype, ctx.cuts = communicator, dtype, cuts
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    def backward(ctx: _Sharing, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        width, wants = len(ctx.cuts), ctx.needs_input_grad[3:]
+        wanted = [k for k in range(width) if wants[k]]
+        rows = [[k + start for k in wanted] for start in range(0, len(gradients), width)]
+        given = [[gradients[k] for k in row] for row in rows]
+        with ctx.communicator.backward("the sum of gradients") as communicator:
+            totals = _shared(given, [ctx.cuts[k] for k in wanted], ctx.dtype, communicator)
+        results: list[Tensor | None] = [None] * len(gradients)
+        for row, own in zip(rows, totals, strict=True):
+            for k, total in zip(row, own, strict=True):
+                results[k] = total
+        return None, None, None, *results
 
 
-def _local_bounds(bounds: Tensor, group: str) -> Tensor:
-    return own_bounds(bounds, rank_of(group), size_of(group))
+def _shared(
+    gradients: Sequence[Sequence[Tensor]],
+    cuts: Sequence[Cut | None],
+    dtype: torch.dtype | None,
+    communicator: Communicator,
+) -> list[list[Tensor]]:
+    """Each rank's gradients, summed piece by piece over the ranks that hold the same."""
+    pieces: list[list[Tensor]] = []
+    peers: list[list[Peers]] = []
+    for rank, row in zip(communicator.ranks, gradients, strict=True):
+        split = [_pieces(x, cut, rank, communicator.size) for x, cut in zip(row, cuts, strict=True)]
+        pieces.append([piece for own, _ in split for piece in own])
+        peers.append([among for _, them in split for among in them])
+    sums = [iter(own) for own in _summed(pieces, peers, dtype, communicator)]
+    return [
+        [
+            next(own) if cut is None else rejoined([next(own) for _ in cut.split.segments], cut.dim)
+            for cut in cuts
+        ]
+        for own in sums
+    ]
 
 
-def _register(signature: str, function: Callable[..., object]) -> None:
+def _pieces(
+    x: Tensor, cut: Cut | None, rank: int, ranks: int
+) -> tuple[Sequence[Tensor], list[Peers]]:
+    if cut is None:
+        return (x,), [Peers(0, ranks, 1)]
+    return segments(x, cut.dim, cut.split, rank, ranks)
+
+
+def _summed(
+    pieces: Sequence[Sequence[Tensor]],
+    peers: Sequence[Sequence[Peers]],
+    dtype: torch.dtype | None,
+    communicator: Communicator,
+) -> list[list[Tensor]]:
+    """Each rank's pieces summed over their peers, by one all-reduce for each dtype and peers."""
+    results = [list(own) for own in pieces]
+    kinds = [(sum_dtype(x.dtype, dtype), p) for x, p in zip(pieces[0], peers[0], strict=True)]
+    for kind in dict.fromkeys(k for k in kinds if k[1].count > 1):
+        places = [k for k, own in enumerate(kinds) if own == kind]
+        inside = communicator.among([own[places[0]] for own in peers])
+        flat = [torch.cat([own[k].to(kind[0]).flatten() for k in places]) for own in pieces]
+        totals = _convert(flat, CONVERSION_OPS["reduce"], Wire(dtype=dtype), inside)
+        for own, total in zip(results, totals, strict=True):
+            runs = total.split([own[k].numel() for k in places])
+            for k, run in zip(places, runs, strict=True):
+                own[k] = run.view(own[k].shape).to(own[k].dtype)
+    return results
+
+
+# ── the ops ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def _conversion(conversion: Conversion) -> Op:
+    def convert(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
+        xs = [own["x"] for own in given]
+        return list(_convert(xs, conversion, read_wire(given[0]), communicator))
+
+    return convert
+
+
+def _share_gradients(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
+    cuts = [Cut.of(numbers) for numbers in given[0]["cuts"]]
+    tensors = [x for own in given for x in own["xs"]]
+    shared: tuple[Tensor, ...] = _ShareGradients.apply(
+        communicator, given[0].get("dtype"), cuts, *tensors
+    )
+    starts = range(0, len(tensors), len(cuts))
+    return [list(shared[start : start + len(cuts)]) for start in starts]
+
+
+def _local_index(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
+    size = communicator.size
+    return [
+        local_index(own["index"], own["size"], rank, size, absent=own.get("absent", False))
+        for rank, own in zip(communicator.ranks, given, strict=True)
+    ]
+
+
+def _local_bounds(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
+    return [
+        own_bounds(own["bounds"], rank, communicator.size)
+        for rank, own in zip(communicator.ranks, given, strict=True)
+    ]
+
+
+def _register(signature: str, op: Op) -> Op:
+    """Defines the op, which runs in this process as one of its group."""
     LIBRARY.define(signature)
     name = signature.partition("(")[0]
-    LIBRARY.impl(name, function, "CompositeImplicitAutograd")
+    overload: OpOverload = getattr(torch.ops.autotp, name).default
+
+    def run(*positional: Any, **keywords: Any) -> Any:
+        given = bind_arguments(overload, positional, keywords)
+        return op([given], Processes(given["group"]))[0]
+
+    LIBRARY.impl(name, run, "CompositeImplicitAutograd")
+    return op
 
 
-for _conversion in {c.op: c for c in CONVERSIONS.values()}.values():
-    _register(schema(_conversion), _implementation(_conversion))
-_register(
-    "share_gradients(Tensor(a)[] xs, int[][] cuts, str group, *, ScalarType? dtype=None)"
-    " -> Tensor(a)[]",
-    _share_gradients,
-)
-_register(
-    "local_index(Tensor index, int size, str group, bool absent=False) -> (Tensor, Tensor)",
-    _local_index,
-)
-_register("local_bounds(Tensor bounds, str group) -> Tensor", _local_bounds)
+OPS: Mapping[str, Op] = {
+    **{name: _register(schema(of), _conversion(of)) for name, of in CONVERSION_OPS.items()},
+    "share_gradients": _register(
+        "share_gradients(Tensor(a)[] xs, int[][] cuts, str group, *, ScalarType? dtype=None)"
+        " -> Tensor(a)[]",
+        _share_gradients,
+    ),
+    "local_index": _register(
+        "local_index(Tensor index, int size, str group, bool absent=False) -> (Tensor, Tensor)",
+        _local_index,
+    ),
+    "local_bounds": _register("local_bounds(Tensor bounds, str group) -> Tensor", _local_bounds),
+}
+"""Every op of `torch.ops.autotp`, by name, on the ranks of any communicator."""

@@ -1,28 +1,31 @@
-"""What one process does for each primitive of the conversion table: one function each.
+"""What one rank does for each primitive of the conversion table: one function each.
 
-A primitive maps one tensor to one tensor. Those that communicate run exactly one functional
-collective and wait for it, so that torch.compile and dispatch modes see both.
+A primitive maps one tensor of each rank to one tensor of each. Where ranks need what others have,
+the function yields what it brings to the collective and goes on with what that gives; who carries
+it, real processes or one process with all ranks, is up to the communicator.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from autotp.algebra.placement import Primitive
+from autotp.algebra.placement import Collective, Primitive
 from autotp.algebra.split import Split
 from autotp.dtypes import sum_dtype
 from autotp.errors import PlanError
-from autotp.runtime.group.process_group import checked, rank_of, size_of
 from autotp.runtime.ops.blocks import first_copy, fitted_part, join, put, take
+from autotp.runtime.ops.communicator import Communicator, Message
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
 
-__all__ = ["PRIMITIVES", "Cut", "Wire"]
+__all__ = ["LOCAL", "Cut", "Wire", "run_primitive"]
 
-_ops = torch.ops._c10d_functional
+Steps: TypeAlias = Generator[Message, Tensor, Tensor]
+"""What one rank does for a primitive with a collective: yields its message, is sent the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,9 @@ class Cut:
         return [cut.local_length(r, ranks) for r in range(ranks)]
 
 
+_NOWHERE = Cut(0, Split(1, ()))
+
+
 @dataclass(frozen=True, slots=True)
 class Wire:
     """What a primitive needs besides its tensor.
@@ -63,9 +69,8 @@ class Wire:
     - `bounds`: where each group of the rows along `cut` ends.
     """
 
-    group: str
-    cut: Cut
-    to: Cut
+    cut: Cut = _NOWHERE
+    to: Cut = _NOWHERE
     dtype: torch.dtype | None = None
     bounds: Tensor | None = None
 
@@ -84,32 +89,96 @@ class Wire:
         return self.bounds, self.cut.dim
 
 
-def _identity(x: Tensor, wire: Wire) -> Tensor:
+def run_primitive(
+    primitive: Primitive, xs: Sequence[Tensor], wire: Wire, communicator: Communicator
+) -> Sequence[Tensor]:
+    """What `primitive` makes of `xs`, the tensors of the communicator's ranks."""
+    ranks, size = communicator.ranks, communicator.size
+    if primitive.before:
+        run = LOCAL[primitive.before]
+        xs = [run(x, wire, rank, size) for rank, x in zip(ranks, xs, strict=True)]
+    if primitive.collective:
+        begin = _COLLECTIVE[primitive.collective]
+        steps = [begin(x, wire, rank, size) for rank, x in zip(ranks, xs, strict=True)]
+        answers = communicator.exchange(primitive.collective, [next(step) for step in steps])
+        xs = [_finish(step, answer) for step, answer in zip(steps, answers, strict=True)]
+    if primitive.after:
+        run = LOCAL[primitive.after]
+        xs = [run(x, wire, rank, size) for rank, x in zip(ranks, xs, strict=True)]
+    return xs
+
+
+def _finish(step: Steps, answer: Tensor) -> Tensor:
+    try:
+        step.send(answer)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a primitive runs one collective")
+
+
+# ── without the others ───────────────────────────────────────────────────────────────────────────
+
+
+def _identity(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
     return x.view_as(x)
 
 
-def _all_reduce(x: Tensor, wire: Wire) -> Tensor:
-    group = checked(wire.group)
-    summands = wire.widened(x).contiguous()
-    return _ops.wait_tensor(_ops.all_reduce(summands, "sum", group)).to(x.dtype)
+def _slice(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
+    return take(x, wire.cut.dim, wire.cut.split, rank, ranks)
 
 
-def _all_gather(x: Tensor, wire: Wire) -> Tensor:
-    ranks, cut = size_of(wire.group), wire.cut
+def _pad(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
+    return put(x, wire.cut.dim, wire.cut.split, rank, ranks)
+
+
+def _slice_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
+    own = _slice(x, wire, rank, ranks)
+    return first_copy(own, wire.cut.dim, wire.cut.split, rank, ranks)
+
+
+def _keep_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
+    return torch.zeros_like(x) if rank else x.view_as(x)
+
+
+def _rows_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
+    return rows_first(x, *wire.rows, rank, ranks)
+
+
+def _rows_back(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
+    return rows_back(x, *wire.rows, rank, ranks)
+
+
+LOCAL: Mapping[str, Callable[[Tensor, Wire, int, int], Tensor]] = {
+    "identity": _identity,
+    "slice": _slice,
+    "pad": _pad,
+    "slice_first": _slice_first,
+    "keep_first": _keep_first,
+    "rows_first": _rows_first,
+    "rows_back": _rows_back,
+}
+"""What a rank, of how many, makes of its tensor alone."""
+
+
+# ── with the others ──────────────────────────────────────────────────────────────────────────────
+
+
+def _all_reduce(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
+    total = yield Message(wire.widened(x))
+    return total.to(x.dtype)
+
+
+def _all_gather(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
+    cut = wire.cut
     if cut.lies_in_rank_order(x.dim(), ranks):
-        return _gathered(x, wire)
+        return (yield Message(x))
     if cut.split.is_even(ranks):
-        return join(_gathered(x, wire).chunk(ranks), cut.dim, cut.split)
-    lengths = cut.lengths(x, rank_of(wire.group), ranks)
-    rows = _gathered(_padded(x, cut.dim, max(lengths)), wire).chunk(ranks)
-    parts = [row.narrow(cut.dim, 0, n) for row, n in zip(rows, lengths, strict=True)]
-    return join(parts, cut.dim, cut.split)
-
-
-def _gathered(x: Tensor, wire: Wire) -> Tensor:
-    """All ranks' tensors of one shape, one after the other along dim 0."""
-    rows = _ops.all_gather_into_tensor(x.contiguous(), size_of(wire.group), wire.group)
-    return _ops.wait_tensor(rows)
+        rows = yield Message(x)
+        return join(rows.chunk(ranks), cut.dim, cut.split)
+    lengths = cut.lengths(x, rank, ranks)
+    rows = yield Message(_padded(x, cut.dim, max(lengths)))
+    parts = zip(rows.chunk(ranks), lengths, strict=True)
+    return join([part.narrow(cut.dim, 0, n) for part, n in parts], cut.dim, cut.split)
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
@@ -118,89 +187,38 @@ def _padded(x: Tensor, dim: int, length: int) -> Tensor:
     return functional.pad(x, [0, 0] * after + [0, length - x.size(dim)])
 
 
-def _reduce_scatter(x: Tensor, wire: Wire) -> Tensor:
-    ranks, dim = size_of(wire.group), wire.cut.dim
-    stacked, own = x, -1
-    if not wire.cut.lies_in_rank_order(x.dim(), ranks):
-        pieces = [take(x, dim, wire.cut.split, rank, ranks) for rank in range(ranks)]
-        own = pieces[rank_of(wire.group)].size(dim)
-        longest = max(piece.size(dim) for piece in pieces)
-        stacked = torch.cat([_padded(piece, dim, longest) for piece in pieces])
-    summands = wire.widened(stacked).contiguous()
-    local = _ops.reduce_scatter_tensor(summands, "sum", ranks, wire.group)
-    local = _ops.wait_tensor(local).to(x.dtype)
-    return local if own < 0 else local.narrow(dim, 0, own)
+def _reduce_scatter(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
+    dim = wire.cut.dim
+    if wire.cut.lies_in_rank_order(x.dim(), ranks):
+        local = yield Message(wire.widened(x))
+        return local.to(x.dtype)
+    pieces = [take(x, dim, wire.cut.split, r, ranks) for r in range(ranks)]
+    longest = max(piece.size(dim) for piece in pieces)
+    stacked = torch.cat([_padded(piece, dim, longest) for piece in pieces])
+    local = yield Message(wire.widened(stacked))
+    return local.to(x.dtype).narrow(dim, 0, pieces[rank].size(dim))
 
 
-def _all_to_all(x: Tensor, wire: Wire) -> Tensor:
-    ranks, cut, to = size_of(wire.group), wire.cut, wire.to
+def _all_to_all(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
+    cut, to = wire.cut, wire.to
     at = cut.dim % x.dim()
     if at == to.dim % x.dim():
         raise PlanError(
             f"dim {at} of {list(x.shape)} cannot go from {cut.split} to {to.split} by one "
             "all-to-all, since both cut it; convert to R first and then to S"
         )
-    lengths = cut.lengths(x, rank_of(wire.group), ranks)
-    pieces = [take(x, to.dim, to.split, rank, ranks) for rank in range(ranks)]
-    own = list(pieces[rank_of(wire.group)].shape)
-    shapes = [[*own[:at], n, *own[at + 1 :]] for n in lengths]
+    pieces = [take(x, to.dim, to.split, r, ranks) for r in range(ranks)]
+    own = list(pieces[rank].shape)
+    shapes = [[*own[:at], n, *own[at + 1 :]] for n in cut.lengths(x, rank, ranks)]
     sent, expected = [p.numel() for p in pieces], [prod(shape) for shape in shapes]
-    flat = torch.cat([p.flatten() for p in pieces])
-    flat = _ops.wait_tensor(_ops.all_to_all_single(flat, expected, sent, wire.group))
+    flat = yield Message(torch.cat([p.flatten() for p in pieces]), sent, expected)
     received = [p.view(s) for p, s in zip(flat.split(expected), shapes, strict=True)]
     return join(received, cut.dim, cut.split)
 
 
-def _slice(x: Tensor, wire: Wire) -> Tensor:
-    return take(x, wire.cut.dim, wire.cut.split, rank_of(wire.group), size_of(wire.group))
-
-
-def _pad(x: Tensor, wire: Wire) -> Tensor:
-    return put(x, wire.cut.dim, wire.cut.split, rank_of(wire.group), size_of(wire.group))
-
-
-def _slice_first(x: Tensor, wire: Wire) -> Tensor:
-    rank, ranks = rank_of(wire.group), size_of(wire.group)
-    return first_copy(_slice(x, wire), wire.cut.dim, wire.cut.split, rank, ranks)
-
-
-def _pad_reduce(x: Tensor, wire: Wire) -> Tensor:
-    return _all_reduce(_pad(x, wire), wire)
-
-
-def _rows_first(x: Tensor, wire: Wire) -> Tensor:
-    return rows_first(x, *wire.rows, rank_of(wire.group), size_of(wire.group))
-
-
-def _rows_back(x: Tensor, wire: Wire) -> Tensor:
-    return rows_back(x, *wire.rows, rank_of(wire.group), size_of(wire.group))
-
-
-def _rows_back_reduce(x: Tensor, wire: Wire) -> Tensor:
-    return _all_reduce(_rows_back(x, wire), wire)
-
-
-def _reduce_rows_first(x: Tensor, wire: Wire) -> Tensor:
-    return _rows_first(_all_reduce(x, wire), wire)
-
-
-def _keep_first(x: Tensor, wire: Wire) -> Tensor:
-    return torch.zeros_like(x) if rank_of(wire.group) else x.view_as(x)
-
-
-PRIMITIVES: Mapping[Primitive, Callable[[Tensor, Wire], Tensor]] = {
-    "identity": _identity,
+_COLLECTIVE: Mapping[Collective, Callable[[Tensor, Wire, int, int], Steps]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
-    "slice": _slice,
-    "pad": _pad,
-    "keep_first": _keep_first,
-    "slice_first": _slice_first,
-    "pad_reduce": _pad_reduce,
-    "rows_first": _rows_first,
-    "rows_back": _rows_back,
-    "rows_back_reduce": _rows_back_reduce,
-    "reduce_rows_first": _reduce_rows_first,
 }

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from autotp.capture.program import Program
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, Use
-from autotp.planner.propagate import analyse
+from autotp.planner.propagate import propagate
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ def fixed(*shape: int) -> Drawn:
     return Drawn(shape, torch.float64, 0.5, 2, fixed=True)
 
 
-def words(*shape: int, below: int) -> Drawn:
-    """Integers from 0 to `below` - 1."""
-    return Drawn(shape, torch.int64, 0, below)
+def integers(*shape: int, below: int, low: int = 0) -> Drawn:
+    """Integers from `low` to `below` - 1."""
+    return Drawn(shape, torch.int64, low, below)
 
 
 def flags(*shape: int) -> Drawn:
@@ -100,10 +100,7 @@ class Case:
 
 
 def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
-    """The case with every tensor a parameter, then with each smaller set; never none.
-
-    A row that calls its op a constant has no case.
-    """
+    """The case with every tensor a parameter, then with each smaller set; never none."""
     generator = torch.Generator().manual_seed(0)
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     drawn = [x.make(generator) if isinstance(x, Drawn) else x for x in flat]
@@ -111,9 +108,7 @@ def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
     places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
     for count in range(len(places)):
         for constant in combinations(places, count):
-            case = _case(op, drawn, spec, frozenset(constant) | never, rules)
-            if case.analysis.uses:
-                yield case
+            yield _case(op, drawn, spec, frozenset(constant) | never, rules)
 
 
 def _case(
@@ -134,7 +129,6 @@ def _case(
         graph=graph,
         inputs=tuple(f"t{k}" for k in sorted(constant)),
         constants={},
-        in_spec=pytree.tree_structure({}),
         out_spec=pytree.tree_structure(()),
         lifted={},
         tied={},
@@ -145,7 +139,7 @@ def _case(
         training=True,
     )
     parameters = [name for name in tensors if name not in program.inputs]
-    return Case(program, tensors, analyse(program, parameters, rules))
+    return Case(program, tensors, propagate(program, parameters, rules))
 
 
 def overload(op: str) -> Any:

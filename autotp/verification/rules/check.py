@@ -18,10 +18,9 @@ from autotp.oprules.rulebook import Rulebook
 from autotp.records.rule_verdict import Verdict
 from autotp.verification.rules.cases import Case, Drawn, Sample, cases, overload
 from autotp.verification.rules.laws import strategies_of, violations
-from autotp.verification.rules.samples import SAMPLES
-from autotp.verification.rules.written import sample_of
+from autotp.verification.rules.written import parse_sample
 
-__all__ = ["check"]
+__all__ = ["check", "require_valid_rules"]
 
 _GROUPS = (2, 3)
 _REFUSED = (RuntimeError, ValueError, TypeError, IndexError)
@@ -38,23 +37,48 @@ def check(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[Verdict
             yield _checked(op, row, rules, Random(f"{op} {seed}"))
 
 
+_VERIFIED: set[tuple[str, ...]] = set()
+"""The files of rules that were found right in this process."""
+
+
+def require_valid_rules(rules: Rulebook) -> None:
+    """Raise RuleError if a row of the user's own files is wrong, or cannot be tested."""
+    if rules.extensions in _VERIFIED:
+        return
+    for op in sorted(rules.extended):
+        row = rules.rows[op]
+        verdict = _checked(op, row, rules, Random(f"{op} 0"))
+        if verdict.verdict != "right":
+            raise RuleError(
+                f"{row.source}: the rule of {op} ({verdict.rule}) is {verdict.verdict}: "
+                f"{verdict.reason}"
+            )
+    _VERIFIED.add(rules.extensions)
+
+
 def _checked(op: str, row: Row, rules: Rulebook, random: Random) -> Verdict:
     rule = str(row)
     try:
         overload(op)
     except AttributeError:
         return Verdict(op, rule, "untested", reason="no such op: import what registers it")
-    samples = [*SAMPLES.get(op, ()), *map(sample_of, row.samples)]
-    if not samples:
+    if not row.samples:
         return Verdict(op, rule, "untested", reason='no sample: give the row samples = ["…"]')
     calls = strategies = 0
-    for case in _all_cases(op, samples, rules, random):
+    for case in _all_cases(op, _samples(row), rules, random):
         calls += 1
         for tp in _GROUPS:
             strategies += len(strategies_of(case, tp, training=True))
             if broken := violations(case, tp):
                 return Verdict(op, rule, "wrong", calls, strategies, broken[0])
     return Verdict(op, rule, "right", calls, strategies)
+
+
+def _samples(row: Row) -> list[Sample]:
+    try:
+        return [parse_sample(text) for text in row.samples]
+    except RuleError as error:
+        raise RuleError(f"{row.source}, {row.op}: {error}") from None
 
 
 def _all_cases(

@@ -1,6 +1,6 @@
 """The law of rules: an op run on shards, joined by placement, is the op run on the whole.
 
-One call of one op becomes a program of one node; analyse gives its rule, `strategies` every way to
+One call of one op becomes a program of one node; analyse gives its rule, `derive_strategies` every way to
 run it on shards, and the real rewriter writes each of them. Then every rank's graph runs on
 operands that are placed by definition, without any conversion:
 
@@ -17,23 +17,21 @@ All axes may be cut unevenly, and all pairs of axes of one dim, or of two, by a 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
-from unittest.mock import patch
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 
 from autotp.algebra.axis import Dim, Forest
 from autotp.algebra.partition import Offers, Part, Partition
-from autotp.algebra.placement import CONVERSIONS, PARTIAL, Kind, Placement
+from autotp.algebra.placement import PARTIAL, Kind, Placement
 from autotp.algebra.split import Split
-from autotp.cost.conversions import Prices
-from autotp.cost.machine import load_machine
 from autotp.errors import AutotpError
 from autotp.lower.rewrite import Target, rewrite
-from autotp.oprules.rulebook import root
 from autotp.planner.analysis import Decision
-from autotp.planner.strategy import Facts, Strategy, strategies
+from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.runtime.ops import library as conjugates
 from autotp.runtime.ops.blocks import first_copy, put, take
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
@@ -42,8 +40,7 @@ from autotp.verification.rules.rank import RankInterpreter
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
 TOLERANCE = 1e-10
-MACHINE = load_machine("gloo", root())
-UNDEFINED = {"aten.empty_like.default", "aten.new_empty.default"}  # values are anything
+UNDEFINED = {"aten.empty_like.default"}  # values are anything
 
 
 def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
@@ -58,7 +55,7 @@ def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...
         any((use.node, k) in analysis.differentiable for k in range(len(metas))),
     )
     offers = every_offer(case, tp)
-    return strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
+    return derive_strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
 
 
 def every_offer(case: Case, tp: int) -> Offers:
@@ -93,7 +90,7 @@ def _strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
     """Those to look at: of sizes with a group in factors, what needs one (the rest is as at 2)."""
     every = strategies_of(case, tp, training=training)
     prime = all(tp % n for n in range(2, tp))
-    return every if prime else tuple(s for s in every if "/" in s.axis)
+    return every if prime else tuple(s for s in every if any(p.parts for p in s.partition.parts))
 
 
 def _forward(strategy: Strategy) -> tuple[object, ...]:
@@ -159,23 +156,11 @@ class _Law:
             yield from self._gradients(expected, whole, local, parts, dims)
 
     def _rewritten(self, rank: int) -> fx.Graph:
-        """A rank's graph, ended where the results are as the strategy makes them."""
-        prices = Prices(8, 8, flows=True, weight=False, training=self.training, tp=self.tp,
-                        machine=MACHINE, everything=True)  # fmt: skip
-        values = list(self.case.analysis.dims)
-        decision = Decision(
-            self.placements, {self.use.node: self.strategy}, {}, dict.fromkeys(values, prices)
-        )
+        """A rank's graph, whose results are placed as the strategy makes them."""
+        kept = dict[str | int, Placement](enumerate(self.strategy.results))
+        decision = Decision(self.placements, {self.use.node: self.strategy}, {}, {}, kept)
         target = Target(self.tp, "tp", self.training, rank=rank)
-        with patch.dict(CONVERSIONS, {("SS", "R"): CONVERSIONS[("S", "R")]}):  # is cut off below
-            written = rewrite(self.case.analysis, decision, target)
-        named = {n.name: n for n in written.graph.nodes}
-        made: dict[int, fx.Node] = {}
-        for name, traced in written.values.items():
-            own = traced.origin == self.use.node.name
-            if own and traced.placement == self.strategy.results[traced.item]:
-                made.setdefault(traced.item, named[name])
-        return _ended(written.graph, [made[k] for k in sorted(made)])
+        return rewrite(self.case.analysis, decision, target).graph
 
     def _placed(self, x: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
         """Each rank's tensor, by the definition of the placement."""
@@ -186,7 +171,7 @@ class _Law:
         return self._summands(x) if placement.kind == "P" else [x] * self.tp
 
     def _bounds(self, placement: Placement) -> Tensor:
-        groups = self.forest.named(placement.axis).groups
+        groups = self.forest.row_groups(placement.partition)
         assert groups is not None
         return self.case.tensors[groups.bounds]
 
@@ -238,7 +223,7 @@ class _Law:
     # ── comparing ────────────────────────────────────────────────────────────────────────────
 
     def _shapes(self, graph: fx.Graph, local: list[Tensor]) -> Iterator[str]:
-        made = next(n for n in reversed(graph.nodes) if n.op == "output").args[0]
+        made = cast("tuple[fx.Node, ...]", graph.output_node().args[0])
         for k, node in enumerate(made):
             shape = tuple(node.meta["val"].shape)
             if shape != tuple(local[k].shape):
@@ -318,7 +303,7 @@ class _Law:
 
 def splits_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> list[tuple[int, Split]]:
     """The dims of a value that `placement` cuts, and how."""
-    partition = Partition.of(placement.axis)
+    partition = placement.partition
     cut = [placement.dim]
     if placement.kind == "SS":
         cut = [d for d, dim in enumerate(dims) if forest.present((dim,), partition).parts]
@@ -329,7 +314,7 @@ def splits_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> list
 def _dual(placement: Placement) -> Placement:
     """How the gradient of a value so placed lies."""
     kinds: dict[str, Kind] = {"P": "R", "R~": "P"}
-    return Placement(kinds.get(placement.kind, placement.kind), placement.dim, placement.axis)
+    return replace(placement, kind=kinds.get(placement.kind, placement.kind))
 
 
 def _backward(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor]) -> list[Tensor]:
@@ -356,19 +341,3 @@ def _difference(expected: Tensor, found: Tensor) -> str:
     scale = max(1.0, float(expected.abs().max())) if expected.dtype != torch.bool else 1.0
     gap = float((expected.double() - found.double()).abs().max())
     return "" if gap <= TOLERANCE * scale else f"differs by {gap:.3g}"
-
-
-def _ended(graph: fx.Graph, results: list[fx.Node]) -> fx.Graph:
-    """`graph` cut off after `results`: what follows them, and waits included, is gone."""
-    graph.erase_node(next(n for n in reversed(graph.nodes) if n.op == "output"))
-    needed, todo = set[fx.Node](), list(results)
-    while todo:
-        node = todo.pop()
-        if node not in needed:
-            needed.add(node)
-            todo += node.all_input_nodes
-    graph.output(tuple(results))
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("output", "placeholder") and node not in needed:
-            graph.erase_node(node)
-    return graph

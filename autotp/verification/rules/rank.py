@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn, zeros_like
+from torch import Tensor, fx, nn
 
-from autotp.algebra.split import Split
-from autotp.runtime.ops.blocks import take
-from autotp.runtime.ops.grouped_rows import local_index, own_bounds, rows_first
+from autotp.algebra.placement import CONVERSION_OPS
+from autotp.runtime.ops.grouped_rows import local_index, own_bounds
+from autotp.runtime.ops.library import bind_arguments, read_wire
+from autotp.runtime.ops.primitives import LOCAL
 
 __all__ = ["RankInterpreter"]
 
@@ -27,32 +28,15 @@ class RankInterpreter(fx.Interpreter):
         """The op itself; those that ask for the group, as this rank does them."""
         if getattr(target, "namespace", "") != "autotp":
             return super().call_function(target, args, kwargs)
-        return getattr(self, target._schema.name.partition("::")[2])(*args)
-
-    def scatter(self, x: Tensor, dim: int, split: list[int], group: str) -> Tensor:
-        """The rank's part."""
-        return take(x, dim, Split.decode(split), self.rank, self.tp)
-
-    scatter_copies = scatter
-
-    def keep_first(self, x: Tensor, group: str) -> Tensor:
-        """The value on rank 0, zero elsewhere."""
-        return zeros_like(x) if self.rank else x
-
-    def share_gradients(self, xs: list[Tensor], cuts: list[list[int]], group: str) -> list[Tensor]:
-        """The tensors as they are: their gradients are looked at unsummed."""
-        return xs
-
-    def own_rows(self, x: Tensor, bounds: Tensor, dim: int, group: str) -> Tensor:
-        """The rank's own rows, then zeros."""
-        return rows_first(x, bounds, dim, self.rank, self.tp)
-
-    def local_bounds(self, bounds: Tensor, group: str) -> Tensor:
-        """Where this rank's groups end."""
-        return own_bounds(bounds, self.rank, self.tp)
-
-    def local_index(
-        self, index: Tensor, size: int, group: str, absent: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """The rank's rows of a lookup, and which ids are not its own."""
-        return local_index(index, size, self.rank, self.tp, absent=absent)
+        given = bind_arguments(target, args, kwargs)
+        match target._schema.name.partition("::")[2]:
+            case "share_gradients":  # they are looked at unsummed
+                return given["xs"]
+            case "local_bounds":
+                return own_bounds(given["bounds"], self.rank, self.tp)
+            case "local_index":
+                absent = given.get("absent", False)
+                return local_index(given["index"], given["size"], self.rank, self.tp, absent=absent)
+            case op:
+                run = LOCAL[CONVERSION_OPS[op].forward.before]
+                return run(given["x"], read_wire(given), self.rank, self.tp)

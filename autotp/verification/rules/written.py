@@ -1,57 +1,87 @@
-"""Samples as rows write them: the arguments of one call, in Python's notation.
+"""Reads the sample calls of a row: the arguments of one call of its op, in Python's notation.
 
-    samples = ["real(6, 2, 12), real(12), eps=1e-6", "[words(6, below=12)], real(6, 12), 1"]
+    samples = ["real(6, 2, 12), real(12), eps=1e-6", "[integers(6, below=12)], real(6, 12), 1"]
 
-Only calls of the functions that make random tensors, literals and lists are understood.
+The text is parsed, never evaluated. It may hold literals, lists, dtypes such as `torch.float64`,
+and calls of the functions that describe random tensors, or of `torch.tensor`.
 """
 
 import ast
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from autotp.errors import RuleError
 from autotp.verification.rules.cases import (
+    Drawn,
     Sample,
     complexes,
     fixed,
     flags,
+    integers,
     positive,
     real,
     short,
-    words,
 )
 
-__all__ = ["sample_of"]
+__all__ = ["parse_sample"]
 
-_DRAWN: Mapping[str, Callable[..., Any]] = {
-    f.__name__: f for f in (complexes, fixed, flags, positive, real, short, words)
+
+def _tensor(values: list[Any], *, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+_RANDOM: Mapping[str, Callable[..., Drawn]] = {
+    f.__name__: f for f in (complexes, fixed, flags, integers, positive, real, short)
 }
+_TENSORS: Mapping[str, Callable[..., Any]] = {**_RANDOM, "torch.tensor": _tensor}
+_DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 
 
-def sample_of(text: str) -> Sample:
-    """The sample that `text` writes; RuleError says what in it is not understood."""
+def parse_sample(text: str) -> Sample:
+    """The call that `text` writes; RuleError says what is wrong with it, and how to write one."""
     try:
         call = ast.parse(f"call({text})", mode="eval").body
-        assert isinstance(call, ast.Call)
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            raise ValueError("this is more than the arguments of one call")
         return Sample(*_arguments(call))
-    except (SyntaxError, TypeError, ValueError, AssertionError) as error:
-        known = ", ".join(sorted(_DRAWN))
+    except (SyntaxError, TypeError, ValueError, RuntimeError) as error:
+        reason = error.msg if isinstance(error, SyntaxError) else error
         raise RuleError(
-            f"sample {text!r}: {error}. Write the arguments of one call: literals, lists, and "
-            f"tensors by {known}"
+            f"sample {text!r}: {reason}. Write the arguments of one call of the op: literals, "
+            f"lists, dtypes such as torch.float64, and tensors by {', '.join(_TENSORS)}"
         ) from None
 
 
 def _arguments(call: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return tuple(map(_value, call.args)), {k.arg or "": _value(k.value) for k in call.keywords}
+    named = {k.arg: _value(k.value) for k in call.keywords if k.arg is not None}
+    if len(named) < len(call.keywords):
+        raise ValueError("** is not allowed: name each argument")
+    return tuple(map(_value, call.args)), named
 
 
 def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item) for item in node.elts]
-    if not isinstance(node, ast.Call):
+    if isinstance(node, ast.Call):
+        return _described(node)
+    written = ast.unparse(node)
+    if written in _DTYPES:
+        return _DTYPES[written]
+    try:
         return ast.literal_eval(node)
-    if not (isinstance(node.func, ast.Name) and node.func.id in _DRAWN):
-        raise ValueError(f"{ast.unparse(node.func)!r} makes no tensor")
-    args, kwargs = _arguments(node)
-    return _DRAWN[node.func.id](*args, **kwargs)
+    except (TypeError, ValueError):
+        raise ValueError(f"{written!r} is neither a literal nor a dtype") from None
+
+
+def _described(call: ast.Call) -> Any:
+    """The tensor that a call describes."""
+    name = ast.unparse(call.func)
+    if name not in _TENSORS:
+        raise ValueError(f"{name!r} does not describe a tensor")
+    args, kwargs = _arguments(call)
+    if name in _RANDOM and not all(type(size) is int and size >= 0 for size in args):
+        raise ValueError(f"{ast.unparse(call)}: sizes are integers, 0 or larger")
+    return _TENSORS[name](*args, **kwargs)

@@ -9,7 +9,6 @@ another, so that gradients are in lockstep as well. A wrong graph gives wrong va
 would there; what would hang there is an error.
 """
 
-from autotp.capture.graph_facts import op_name, whereabouts
 from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
 from autotp.verification.simulate.ranks import Simulation, simulate, variant_for, walk
 
@@ -20,9 +19,7 @@ __all__ = [
     "Read",
     "Simulation",
     "flat_name",
-    "op_name",
     "simulate",
     "variant_for",
     "walk",
-    "whereabouts",
 ]

@@ -17,7 +17,8 @@ from torch.fx.node import map_aggregate
 
 from autotp.capture.graph_facts import op_name, whereabouts
 from autotp.errors import AutotpError, VerifyError
-from autotp.verification.simulate.collectives import JOINT, NAMESPACES, Tally
+from autotp.runtime.ops.library import bind_arguments
+from autotp.verification.simulate.collectives import NAMESPACES, Tally, run_jointly
 
 __all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "flat_name"]
 
@@ -162,12 +163,7 @@ class Walker:
         target: Target = node.target
         name = op_name(target)
         if name.partition("::")[0] in NAMESPACES or node.op != "call_function":
-            if name not in JOINT:
-                raise VerifyError(
-                    f"the simulator knows no op of this name that {len(args)} ranks run together. "
-                    f"It knows {', '.join(sorted(JOINT))}"
-                )
-            return JOINT[name]([_bound(target, given) for given in args], self.tally)
+            return run_jointly(name, [bind_arguments(target, *given) for given in args], self.tally)
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
             return [self._drawn(rank, target, given) for rank, given in enumerate(args)]
         return [target(*positional, **keywords) for positional, keywords in args]
@@ -248,13 +244,6 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 done.add(operand)
                 last.setdefault(node, []).append(operand)
     return last
-
-
-def _bound(target: Target, given: Given) -> dict[str, Result]:
-    """An op's arguments by name."""
-    positional, keywords = given
-    names = [argument.name for argument in target._schema.arguments]
-    return {**dict(zip(names, positional, strict=False)), **keywords}
 
 
 def _exchanged(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

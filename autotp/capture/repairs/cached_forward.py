@@ -1,0 +1,146 @@
+"""Captures a forward with a cache: flat caches go in and come out, and nothing branches on lengths.
+
+A cache that keeps only a window of the last words compares their number with the window; the graph
+cuts to the window by sizes instead, so that it holds before and after the window is full.
+"""
+
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from autotp.capture.cache import CacheState, caches_in, learn_dims
+from autotp.capture.inputs import Axes
+
+__all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
+
+
+@contextmanager
+def unbranched() -> Generator[None]:
+    """Classes that keep a window, and masks left out by length, without a branch on lengths."""
+    with ExitStack() as stack:
+        for cls in _windowed():
+            stack.enter_context(_replace(cls, "update", _update))
+            stack.enter_context(_replace(cls, "get_mask_sizes", _mask_sizes))
+        if masking := sys.modules.get("transformers.masking_utils"):
+            stack.enter_context(_replace(masking, "_ignore_causal_mask_sdpa", _needed))
+        yield
+
+
+@contextmanager
+def _replace(owner: object, name: str, value: object) -> Generator[None]:
+    """Replaces an attribute that a class or module defines, until the block ends."""
+    defined = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, defined)
+
+
+def _needed(*_: Any, **__: Any) -> bool:
+    return False
+
+
+def _windowed() -> list[type]:
+    """The growing cache layers that keep a window, those that define how."""
+    caches = sys.modules.get("transformers.cache_utils")
+    found = getattr(caches, "DynamicSlidingWindowLayer", None)
+    return [found] if found is not None else []
+
+
+def _update(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+    """As the layer's own, with the cut at a size that is computed, not compared."""
+    if not self.is_initialized:
+        self.lazy_initialization(keys, values)
+        whole = keys, values
+    else:
+        whole = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
+    self.cumulative_length += keys.shape[-2]
+    if self.record_past:
+        self.keys, self.values = whole
+        seen = self.sliding_window - 1 + keys.shape[-2]
+        return _last(whole[0], seen), _last(whole[1], seen)
+    self.keys, self.values = (_last(x, self.sliding_window - 1) for x in whole)
+    return whole
+
+
+def _last(x: torch.Tensor, most: int) -> torch.Tensor:
+    """The last `most` positions, or all if there are fewer."""
+    length = x.shape[-2]
+    first = torch.sym_max(0, length - most)
+    # a view would make the capture ask whether it lies in one piece, which depends on the length
+    return x.index_select(-2, torch.arange(first, length, device=x.device))
+
+
+def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
+    """The number of keys that a call sees, and the position of the first."""
+    kept: Any = self.keys.shape[-2] if self.is_initialized else 0
+    if self.record_past:
+        kept = torch.sym_min(kept, self.sliding_window - 1)
+    return kept + query_length, self.cumulative_length - kept
+
+
+def own_states(state: CacheState) -> CacheState:
+    """The cache with copies of what keeps its size: a forward may write to it in place."""
+    grows = ["past" in dims.values() for dims in state.data_dims]
+    leaves = [x if g else x.clone() for x, g in zip(state.leaves, grows, strict=True)]
+    return CacheState(state.spec, leaves)
+
+
+def tie_lengths(state: CacheState) -> None:
+    """Takes the past of one object, such as keys and values, to be of one length."""
+    lengths: dict[str, Any] = {}
+    for path, leaf, dims in zip(state.spec.paths(), state.leaves, state.data_dims, strict=True):
+        owner = path.rpartition(".")[0]
+        for dim in (d for d, kind in dims.items() if kind == "past" and leaf.numel() != 0):
+            equal = lengths.setdefault(owner, leaf.shape[dim]) == leaf.shape[dim]
+            torch._check(equal)  # pyright: ignore[reportPrivateUsage]  the way to tell a capture
+
+
+def cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
+    """The caches among the outputs, each with the numbers of its tensors in the flat output."""
+    return caches_in(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+
+
+def learn(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:
+    """Notes which dims of the caches that come out are of the data: those whose size is free."""
+    out_spec = exported.call_spec.out_spec
+    assert out_spec is not None
+    named = {node.name: node for node in exported.graph.nodes}
+    names = [str(name) for name in exported.graph_signature.user_outputs]
+    inputs = [str(name) for name in exported.graph_signature.user_inputs if str(name) in named]
+    batches = _batches([named[name] for name in inputs], axes)
+    for state in cache_outputs(out_spec):
+        shapes = [named[names[number]].meta["val"].shape for number in state.leaves]
+        learn_dims(state.spec, [_free(shape, batches) for shape in shapes])
+
+
+def _batches(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
+    """The batch sizes of the inputs, as the program knows them: it may not know that they agree."""
+    tensors = [n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
+    return [
+        val.shape[dim]
+        for val, of in zip(tensors, axes.values(), strict=True)
+        for dim, (kind, _) in of.items()
+        if kind == "batch"
+    ]
+
+
+def _free(shape: torch.Size, batches: Sequence[Any]) -> Mapping[int, str]:
+    free = {d: s for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
+    found = {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
+    # where this call fixed the batch, another may not
+    return (
+        {0: "batch"} | found if shape and type(shape[0]) is int and shape[0] in batches else found
+    )
+
+
+def _is_one_of(size: torch.SymInt, batches: Sequence[Any]) -> bool:
+    known = [b.node.expr for b in batches if isinstance(b, torch.SymInt)]
+    return size.node.expr in known

@@ -1,0 +1,107 @@
+"""How ranks reach each other: the one place where a real process and a simulated rank differ.
+
+A communicator has the tensors of some ranks of a group: of one, where every rank is a process of
+its own (`Processes`), or of all, where one process runs them in lockstep (`simulate`). What
+ranks do with their tensors is written once, in `primitives` and `conjugates`, for either.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from autotp.algebra.placement import Collective
+from autotp.algebra.split import Peers
+from autotp.runtime.group.failures import waiting
+from autotp.runtime.group.process_group import among, checked, rank_of, size_of
+
+__all__ = ["Communicator", "Message", "Processes"]
+
+_ops = torch.ops._c10d_functional
+
+
+class Message(NamedTuple):
+    """What one rank brings to a collective.
+
+    - `sent`, `received`: for an all-to-all, the rows of dim 0 that go to and come from each rank.
+    """
+
+    x: Tensor
+    sent: Sequence[int] = ()
+    received: Sequence[int] = ()
+
+
+class Communicator(Protocol):
+    """The ranks of a group whose tensors are here, and how they reach the others."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        ...
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks whose tensors are here."""
+        ...
+
+    def exchange(self, collective: Collective, messages: Sequence[Message]) -> list[Tensor]:
+        """What a collective along dim 0 gives each of `ranks`, in memory of its own."""
+        ...
+
+    def among(self, peers: Sequence[Peers]) -> "Communicator":
+        """The same ranks, each of which sums over its `peers` alone."""
+        ...
+
+    def backward(self, what: str) -> AbstractContextManager["Communicator"]:
+        """The communicator of the backward pass, which runs `what` in the block."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The rank of this process in the process group called `group`.
+
+    Each exchange is exactly one functional collective and a wait for it, so that torch.compile and
+    dispatch modes see both.
+    """
+
+    group: str
+
+    @property
+    def size(self) -> int:
+        """The number of processes in the group."""
+        return size_of(self.group)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank of this process."""
+        return (rank_of(self.group),)
+
+    def exchange(self, collective: Collective, messages: Sequence[Message]) -> list[Tensor]:
+        """What the collective gives this process."""
+        (message,) = messages
+        x, group = message.x.contiguous(), checked(self.group)
+        match collective:
+            case "all_reduce":
+                started = _ops.all_reduce(x, "sum", group)
+            case "all_gather":
+                started = _ops.all_gather_into_tensor(x, self.size, group)
+            case "reduce_scatter":
+                started = _ops.reduce_scatter_tensor(x, "sum", self.size, group)
+            case "all_to_all":
+                received, sent = list(message.received), list(message.sent)
+                started = _ops.all_to_all_single(x, received, sent, group)
+        return [_ops.wait_tensor(started)]
+
+    def among(self, peers: Sequence[Peers]) -> "Processes":
+        """The rank in the sub-group of its peers."""
+        return Processes(among(self.group, peers[0]))
+
+    @contextmanager
+    def backward(self, what: str) -> Generator["Processes"]:
+        """The same; an error about lost ranks says that the backward pass ran `what`."""
+        with waiting(self.group, f"the backward pass, {what}"):
+            yield self

@@ -1,0 +1,262 @@
+"""Checkpoints that are damaged, of an older format, or beside something else: read, or told why."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import autotp
+from autotp.checkpoint.directory import Checkpoint
+from autotp.checkpoint.empty_model import fill_buffers
+from autotp.cli import shard_merge as offline
+from autotp.errors import AutotpError, PlanError, WeightsError
+from tests.checkpoints import IDS, saved
+
+_NORM = "model.norm.weight"
+Rows = dict[str, dict[str, Any]]
+
+
+def rewritten(directory: Path, edit: Callable[[Rows], object]) -> None:
+    """Changes the header of a safetensors file, and leaves its bytes."""
+    path = directory / "model.safetensors"
+    data = path.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    rows: Rows = json.loads(data[8 : 8 + size])
+    edit(rows)
+    text = json.dumps(rows).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+
+
+def _on_another(rows: Rows) -> None:
+    rows[_NORM]["data_offsets"] = rows["model.layers.0.input_layernorm.weight"]["data_offsets"]
+
+
+def _with_a_hole(rows: Rows) -> None:
+    del rows["model.layers.0.input_layernorm.weight"]
+
+
+def _changed(**fields: object) -> Callable[[Rows], None]:
+    return lambda rows: rows[_NORM].update(fields)
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (_on_another, r"its bytes begin at \d+, and that of .* ends at \d+"),
+        (_with_a_hole, "its bytes begin at"),
+        (_changed(data_offsets=["0", "128"]), ".* others than whole numbers"),
+        (_changed(shape=[-4, -8]), ".* others than whole numbers"),
+    ],
+)
+def test_a_header_that_tells_of_other_bytes_is_refused(
+    edit: Callable[[Rows], object], said: str, tmp_path: Path
+) -> None:
+    saved("llama", tmp_path)
+    rewritten(tmp_path, edit)
+    with pytest.raises(WeightsError, match=rf"model\.safetensors: tensor \S+: {said}"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_index_that_names_no_file_is_refused(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {_NORM: 3}}))
+    with pytest.raises(WeightsError, match=rf"index\.json: names 3 as the file of {_NORM}"):
+        Checkpoint.open(tmp_path)
+
+
+def pickled(directory: Path, tensors: object, **options: Any) -> None:
+    """Puts a file of torch.save in the place of a checkpoint's own."""
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors, directory / "pytorch_model.bin", **options)
+
+
+@pytest.mark.slow
+def test_a_pickled_file_of_the_old_format_is_read(tmp_path: Path) -> None:
+    """It cannot be mapped, and its tensors may be parameters."""
+    whole = saved("llama", tmp_path)
+    parameters = {name: torch.nn.Parameter(t) for name, t in whole.state_dict().items()}
+    pickled(tmp_path, parameters, _use_new_zipfile_serialization=False)
+    found = autotp.from_pretrained(tmp_path, 1)
+
+    assert torch.equal(whole(input_ids=IDS).logits, found(input_ids=IDS).logits)
+
+
+def test_a_pickled_file_that_is_not_plain_weights_is_told(tmp_path: Path) -> None:
+    whole = saved("llama", tmp_path)
+    state = whole.state_dict()
+    pickled(tmp_path, whole)
+    with pytest.raises(WeightsError, match=r"Unsupported global: GLOBAL \S+LlamaForCausalLM"):
+        Checkpoint.open(tmp_path)
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({**state, _NORM: state[_NORM].to_sparse()}, path)
+    with pytest.raises(WeightsError, match=rf"tensor {_NORM} of .*: is of layout torch.sparse_coo"):
+        Checkpoint.open(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(WeightsError, match="EOFError: it ends too early"):
+        Checkpoint.open(tmp_path)
+
+
+def configured(directory: Path, **fields: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"architectures": "LlamaModel"}, "'architectures' is 'LlamaModel', and should be a list"),
+        ({"architectures": ["AutoModel"]}, "'AutoModel' is no class of models in Transformers"),
+        ({"architectures": ["BertModel"]}, "BertModel cannot be built from config.json, of model"),
+        ({"rope_parameters": {"rope_type": "odd"}}, "cannot be built .*: KeyError: 'odd'"),
+        ({"model_type": "odd"}, r"model_type 'odd' is not among the [1-9]\d+"),
+    ],
+)
+def test_a_configuration_that_no_model_has_is_told(
+    fields: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    saved("llama", tmp_path)
+    configured(tmp_path, **fields)
+    with pytest.raises(PlanError, match=said):
+        autotp.from_pretrained(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"torch_dtype": "bfloat16"}, "option 'torch_dtype': is Transformers' own. Write dtype="),
+        ({"subfolder": "part"}, "option 'subfolder': is Transformers' own. Give the directory"),
+        ({"device": "nowhere"}, "device is 'nowhere': weights cannot be put there"),
+        ({"attn_implementation": "odd"}, "cannot be built .* with attn_implementation='odd'"),
+    ],
+)
+def test_what_transformers_would_take_is_told_what_takes_its_place(
+    options: Any, said: str, tmp_path: Path
+) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(PlanError, match=said):
+        autotp.from_pretrained(tmp_path, 1, **options)
+
+
+def test_a_broken_generation_config_is_told(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(PlanError, match=r"generation_config\.json: Transformers refuses it"):
+        autotp.from_pretrained(tmp_path, 1)
+
+
+def test_an_adapter_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    adapter = tmp_path / "adapter_config.json"
+    adapter.write_text(json.dumps({"base_model_name_or_path": "someone/base"}))
+    with pytest.raises(PlanError, match=r"holds an adapter .*someone/base.*merge_and_unload"):
+        autotp.from_pretrained(tmp_path, 1)
+
+
+class Marked(torch.nn.Module):
+    """A mask that no initialisation fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool, device="meta"))
+
+    def initialize_weights(self) -> None:
+        """Sets nothing."""
+
+
+def test_a_mask_without_values_is_named() -> None:
+    with pytest.raises(WeightsError, match=r"buffer mask \[3, 3\] of Marked"):
+        fill_buffers(Marked(), {})
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that was cut for three ranks."""
+    directory = tmp_path_factory.mktemp("cut")
+    saved("llama", directory / "source")
+    offline.shard_checkpoint(directory / "source", directory / "cut", 3)
+    return directory / "cut"
+
+
+def _flipped(directory: Path) -> None:
+    path = directory / "rank-00001-of-00003.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 64
+    path.write_bytes(data)
+
+
+def _truncated(directory: Path) -> None:
+    path = directory / "shards.json"
+    path.write_text(path.read_text()[:-9])
+
+
+def _configured(**fields: object) -> Callable[[Path], None]:
+    return lambda directory: configured(directory, **fields)
+
+
+def _noted(**fields: object) -> Callable[[Path], object]:
+    def edit(directory: Path) -> None:
+        path = directory / "shards.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return edit
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (_flipped, r"rank-00001-of-00003\.safetensors: is not the file of \d+ bytes"),
+        (_configured(num_hidden_layers=1), "parameters are not the 12 of Llama"),
+        (_configured(intermediate_size=32), "parameters are not the 21 of Lla"),
+        (
+            _noted(dtype="odd"),
+            r"is not a manifest of shards \(ValueError\('odd'\)\). Remove this file",
+        ),
+        (
+            _truncated,
+            r"shards\.json: cannot be read: .*\. Remove this file, then run `autotp shard`",
+        ),
+        (_noted(files={}), r"rank-00000-of-00003\.safetensors is not in it"),
+    ],
+)
+def test_what_was_cut_is_joined_as_it_was_or_not_at_all(
+    edit: Callable[[Path], object], said: str, cut: Path, tmp_path: Path
+) -> None:
+    """A changed configuration would leave layers out, and nobody would be told."""
+    shutil.copytree(cut, tmp_path / "cut")
+    edit(tmp_path / "cut")
+    with pytest.raises(AutotpError, match=said):
+        offline.merge_checkpoint(tmp_path / "cut", tmp_path / "joined")
+    assert not (tmp_path / "joined" / "model.safetensors").exists()
+
+
+def test_a_note_of_progress_that_is_damaged_is_to_be_removed(cut: Path, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    note = begun / "shards.json.part"
+    note.write_text('{"job": ')
+    with pytest.raises(WeightsError, match="Remove this file, then run the command again"):
+        offline.shard_checkpoint(cut.parent / "source", begun, 3)
+    note.unlink()
+    offline.shard_checkpoint(cut.parent / "source", begun, 3)
+
+    assert (begun / "shards.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="was cut in float32, and dtype is 'bfloat16'"):
+        autotp.from_pretrained(cut, 3, rank=0, dtype="bfloat16")
+    pickled_at = tmp_path / "pickled"
+    pickled_at.mkdir()
+    shutil.copytree(cut.parent / "source", pickled_at, dirs_exist_ok=True)
+    pickled(pickled_at, load_file(pickled_at / "model.safetensors"))
+    before = sorted(pickled_at.iterdir())
+    with pytest.raises(PlanError, match="is the directory that is read"):
+        offline.shard_checkpoint(pickled_at, pickled_at, 2)
+    assert before == sorted(pickled_at.iterdir())
