@@ -76,8 +76,8 @@ def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
         if node.op != "call_function" or source_of(node)[0] is not node or node in analysis.uses:
             continue
         read = [n for n in node.all_input_nodes if source_of(n) in analysis.dims]
-        free = not read or (row is not None and row.derive == "constant")
-        if not free and str(node.target) != "aten.sym_size.int":
+        sizes_only = str(node.target) == "aten.sym_size.int" or (row and row.derive == "constant")
+        if read and not sizes_only:
             yield (
                 f"{whereabouts(node)}: reads {read[0].name}, which depends on a parameter, but was "
                 "not analysed"
@@ -485,13 +485,11 @@ def _replicated(domain: Sequence[Any] | None) -> int | None:
     """The choice by which everything is replicated; None where there is none."""
     if domain is None:
         return 0
-    return next((k for k, chosen in enumerate(domain) if _is_replicated(chosen)), None)
+    return next((k for k, chosen in enumerate(domain) if _placements(chosen) <= {REPLICATED}), None)
 
 
-def _is_replicated(chosen: Any) -> bool:
-    """Whether a placement, a set of them or a strategy has nothing but R."""
+def _placements(chosen: Any) -> set[Placement]:
+    """The placements in a choice: of a parameter, of a delivered value, or of a strategy."""
     if isinstance(chosen, Placement):
-        return chosen == REPLICATED
-    if isinstance(chosen, tuple):
-        return chosen == (REPLICATED,)
-    return all(p == REPLICATED for p in (*chosen.operands, *chosen.results))
+        return {chosen}
+    return {*(chosen if isinstance(chosen, tuple) else (*chosen.operands, *chosen.results))}

@@ -230,13 +230,10 @@ def _joined(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[F
     slots: tuple[Slot, ...] = (*((k, i) for k in there), (~0, i))
     if i == at:
         static = all(forest.size(d).static is not None for d in dims)
-        out = (
-            dims[0]
-            if len(dims) == 1
-            else (forest.sum_of(dims),)
-            if static
-            else call.fresh(0, i, data=True)
-        )
+        if len(dims) == 1:
+            out = dims[0]
+        else:
+            out = (forest.sum_of(dims),) if static else call.fresh(0, i, data=True)
         kind: FactorKind = "pass" if static else "whole"
         return out, [Factor(kind, out, slots)]
     ok = all(forest.size(d) == forest.size(dims[0]) and forest.unify(dims[0], d) for d in dims[1:])
