@@ -96,12 +96,8 @@ def _node_faults(node: fx.Node) -> Iterator[str]:
         yield 'has no meta["val"]'
     if isinstance(node.target, HigherOrderOperator):
         yield f"calls the region {node.target}, which a flat graph does not have"
-    if isinstance(node.target, OpOverload) and _schema(node.target).is_mutable:
+    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:  # pyright: ignore[reportPrivateUsage] torch has no public way
         yield f"{node.target} writes to its operands, in a graph that must be functional"
-
-
-def _schema(op: OpOverload) -> Any:
-    return op._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
 
 
 def _size_faults(program: Program) -> Iterator[str]:
@@ -157,14 +153,10 @@ def _guard_faults(program: Program) -> Iterator[str]:
         except SyntaxError as error:
             yield f"guard {expression}: is not an expression: {error.msg}"
             continue
-        unknown = set(_names(tree)) - _GUARD_NAMES
-        unknown |= {name for name in _subjects(tree) if name not in inputs}
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        unknown = names - _GUARD_NAMES | set(_subjects(tree)) - inputs
         if unknown:
             yield f"guard {expression}: speaks of {', '.join(sorted(unknown))}, not of an input"
-
-
-def _names(tree: ast.AST) -> Iterator[str]:
-    return (n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
 
 
 def _subjects(tree: ast.AST) -> Iterator[str]:

@@ -21,7 +21,7 @@ from autotp.oprules.rule import Factor, Operand, Slot
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use
 from autotp.planner.formulate import PlacementProblem
-from autotp.solver.problem import LEVELS, Edge, Problem, Variable
+from autotp.solver.problem import LEVELS, Problem
 
 __all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"]
 
@@ -76,8 +76,7 @@ def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
         if node.op != "call_function" or find_source(node)[0] is not node or node in analysis.uses:
             continue
         read = [n for n in node.all_input_nodes if find_source(n) in analysis.dims]
-        free = not read or (row is not None and row.derive == "constant")
-        if not free and str(node.target) != "aten.sym_size.int":
+        if read and str(node.target) != "aten.sym_size.int":
             yield (
                 f"{describe_node(node)}: reads {read[0].name}, which depends on a parameter, but was "
                 "not analysed"
@@ -357,59 +356,44 @@ def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator
     if problem.levels != LEVELS:
         yield f"the problem has levels {problem.levels}, not {LEVELS}"
         return
-    shapes = list(_shape_faults(problem))
-    yield from shapes
-    yield from _negative_faults(problem)
-    if shapes:
+    malformed = [*_choice_faults(problem), *_table_faults(problem)]
+    yield from malformed
+    if malformed:
         return
     meanings = list(_meanings(posed))
     yield from _meaning_faults(analysis, posed, meanings)
     yield from _domain_faults(analysis, posed)
-    if len(meanings) == len({v for v, _ in meanings}):
-        yield from _replicated_faults(problem, dict(meanings))
+    yield from _replicated_faults(problem, dict(meanings))
 
 
-def _shape_faults(problem: Problem) -> Iterator[str]:
-    count = len(problem.variables)
+def _choice_faults(problem: Problem) -> Iterator[str]:
     for variable in problem.variables:
         if not variable.domain:
             yield f"variable {variable.name} has no choice"
         if len(set(variable.domain)) != len(variable.domain):
             yield f"variable {variable.name} has a choice twice: {', '.join(variable.domain)}"
-        yield from _table_faults(variable, variable.costs, (len(variable.domain),))
-    for edge in problem.edges:
-        ends = edge.first, edge.second
-        if edge.first == edge.second or not all(0 <= v < count for v in ends):
-            yield f"an edge joins the variables {ends} of {count}"
+
+
+def _tables(problem: Problem) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
+    """The costs of each variable and edge, with the one or two variables that they are of."""
+    yield from (((k,), variable.costs) for k, variable in enumerate(problem.variables))
+    yield from (((edge.first, edge.second), edge.costs) for edge in problem.edges)
+
+
+def _table_faults(problem: Problem) -> Iterator[str]:
+    """Costs are of existing variables, one for each choice, and never negative."""
+    variables, seen = problem.variables, set[int]()
+    for ends, costs in _tables(problem):
+        if len(set(ends)) < len(ends) or not all(0 <= v < len(variables) for v in ends):
+            yield f"an edge joins the variables {ends} of {len(variables)}"
             continue
-        shape = tuple(len(problem.variables[v].domain) for v in ends)
-        yield from _table_faults((problem, edge), edge.costs, shape)
-
-
-def _table_faults(
-    of: Variable | tuple[Problem, Edge], costs: NDArray[np.int64], shape: tuple[int, ...]
-) -> Iterator[str]:
-    wanted = (len(LEVELS), *shape)
-    if costs.shape != wanted or costs.dtype != np.int64:
-        yield f"{_owner(of)}: its costs are {costs.dtype} of {costs.shape}, not int64 of {wanted}"
-
-
-def _owner(of: Variable | tuple[Problem, Edge]) -> str:
-    if isinstance(of, Variable):
-        return f"variable {of.name}"
-    problem, edge = of
-    return f"edge {problem.variables[edge.first].name} – {problem.variables[edge.second].name}"
-
-
-def _negative_faults(problem: Problem) -> Iterator[str]:
-    """No cost is negative; tables are shared, so each is looked at once."""
-    seen: set[int] = set()
-    owners = [*problem.variables, *((problem, edge) for edge in problem.edges)]
-    for owner in owners:
-        costs = owner.costs if isinstance(owner, Variable) else owner[1].costs
-        if id(costs) not in seen and costs.size and costs.min() < 0:
+        names = " – ".join(variables[v].name for v in ends)
+        wanted = (len(LEVELS), *(len(variables[v].domain) for v in ends))
+        if costs.shape != wanted or costs.dtype != np.int64:
+            yield f"{names}: its costs are {costs.dtype} of {costs.shape}, not int64 of {wanted}"
+        if id(costs) not in seen and costs.size and costs.min() < 0:  # tables are shared
             level = LEVELS[int(np.argwhere(costs < 0)[0][0])]
-            yield f"{_owner(owner)}: has a negative cost, {costs.min()}, at level {level}"
+            yield f"{names}: has a negative cost, {costs.min()}, at level {level}"
         seen.add(id(costs))
 
 
@@ -486,15 +470,13 @@ def _replicated_faults(problem: Problem, meanings: Mapping[int, Sequence[Any]]) 
     if None in choice:
         return
     chosen = cast("list[int]", choice)
-    for number, variable in enumerate(problem.variables):
-        if variable.costs[0, chosen[number]]:
-            yield f"{_owner(variable)} must not be {variable.domain[chosen[number]]}"
-    for edge in problem.edges:
-        if edge.costs[0, chosen[edge.first], chosen[edge.second]]:
-            one, other = problem.variables[edge.first], problem.variables[edge.second]
+    for ends, costs in _tables(problem):
+        if costs[(0, *(chosen[v] for v in ends))]:
+            both = [problem.variables[v] for v in ends]
+            labels = [v.domain[chosen[k]] for k, v in zip(ends, both, strict=True)]
             yield (
-                f"{_owner((problem, edge))}: {one.domain[chosen[edge.first]]} is forbidden with "
-                f"{other.domain[chosen[edge.second]]}, so the unsharded model is not a solution"
+                f"{' – '.join(v.name for v in both)}: {' with '.join(labels)} is forbidden, so the "
+                "unsharded model is not a solution"
             )
 
 
@@ -502,13 +484,11 @@ def _replicated(domain: Sequence[Any] | None) -> int | None:
     """The choice by which everything is replicated; None where there is none."""
     if domain is None:
         return 0
-    return next((k for k, chosen in enumerate(domain) if _is_replicated(chosen)), None)
+    return next((k for k, chosen in enumerate(domain) if _placements(chosen) <= {REPLICATED}), None)
 
 
-def _is_replicated(chosen: Any) -> bool:
-    """Whether a placement, a set of them or a strategy has nothing but R."""
+def _placements(chosen: Any) -> set[Placement]:
+    """The placements in a choice: of a parameter, of a delivered value, or of a strategy."""
     if isinstance(chosen, Placement):
-        return chosen == REPLICATED
-    if isinstance(chosen, tuple):
-        return chosen == (REPLICATED,)
-    return all(p == REPLICATED for p in (*chosen.operands, *chosen.results))
+        return {chosen}
+    return {*(chosen if isinstance(chosen, tuple) else (*chosen.operands, *chosen.results))}
