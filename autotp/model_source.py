@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
+from types import ModuleType
 from typing import Any, Final, cast
 
 import torch
@@ -28,6 +29,7 @@ __all__ = [
     "list_presets",
     "find_presets",
     "import_transformers",
+    "import_user_module",
 ]
 
 _SPECS: Final = "a directory with config.json, package.module:factory, or a preset"
@@ -181,13 +183,17 @@ def _build_from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]
     return model, inputs
 
 
+def import_user_module(name: str) -> ModuleType:
+    """Import a module, from the working directory too, as `python -m` does."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
 def _import_factory(spec: str) -> Callable[[], object]:
     module_name, _, name = spec.partition(":")
-    if "" not in sys.path:
-        # as `python -m` does: a factory is usually in the working directory
-        sys.path.insert(0, "")
     try:
-        module = importlib.import_module(module_name)
+        module = import_user_module(module_name)
     except (ModuleNotFoundError, ValueError) as error:
         raise PlanError(f"model {spec!r}: {error}. MODEL is {_SPECS}.") from error
     factory: Callable[[], object] | None = getattr(module, name, None)

@@ -85,6 +85,10 @@ def _build_parser() -> argparse.ArgumentParser:
     rules = commands.add_parser("rules", help="list the rule of each op, or check the rules")
     rules.add_argument("action", nargs="?", choices=["check"], help="run each op on shards")
     rules.add_argument("--op", default="*", metavar="GLOB", help="ops to check (default: all)")
+    module = "module to import first, which registers ops; may be given several times"
+    rules.add_argument(
+        "--import", action="append", default=[], metavar="MODULE", dest="modules", help=module
+    )
     sizes = "seed of the random sizes that are checked (default 0)"
     rules.add_argument("--seed", type=int, default=0, help=sizes)
 

@@ -30,7 +30,7 @@ from autotp.cli.arguments import parse_arguments
 from autotp.cli.generate import GenerationRequest, check_request, generate_text
 from autotp.cli.random_weights import materialize
 from autotp.errors import AutotpError, PlanError
-from autotp.model_source import load_with_inputs
+from autotp.model_source import import_user_module, load_with_inputs
 from autotp.oprules import rulebook
 from autotp.options import read_request
 from autotp.planner.layouts import check_layout
@@ -178,6 +178,8 @@ def _run_verify(options: Namespace) -> int:
 
 def _run_rules(options: Namespace) -> int:
     with _report_misuse():
+        for name in options.modules:
+            _import_module(name)
         book = rulebook.load_rulebook(*map(Path, options.rules))
     if options.action == "check":
         return _run_rules_check(book, options)
@@ -187,6 +189,15 @@ def _run_rules(options: Namespace) -> int:
     # sets of operands become sorted lists
     _write_json(options.json, json.dumps(listed, indent=1, default=sorted) + "\n")
     return 0
+
+
+def _import_module(name: str) -> None:
+    try:
+        import_user_module(name)
+    except (ImportError, ValueError) as error:
+        raise PlanError(
+            f"--import {name}: {error}. Give a module, such as mypackage.ops."
+        ) from error
 
 
 def _run_rules_check(book: rulebook.Rulebook, options: Namespace) -> int:

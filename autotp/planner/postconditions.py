@@ -32,7 +32,7 @@ __all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"
 def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
     """Each way in which dims, rules and flags of `analysis` contradict its graph or one another."""
     yield from _forest_faults(analysis)
-    yield from _coverage_faults(analysis, rulebook)
+    yield from _coverage_faults(analysis)
     yield from _dim_faults(analysis)
     yield from _flag_faults(analysis)
     reader = _RuleReader(analysis)
@@ -67,19 +67,18 @@ def _added(forest: Forest, segments: Iterable[Dim]) -> Size | None:
     return Size(sum(static)) if len(static) == len(sizes) else None
 
 
-def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
+def _coverage_faults(analysis: Analysis) -> Iterator[str]:
     """Every node that reads a value with dims has a use, but for those that take its sizes only."""
     order: dict[fx.Node, int] = {}
     for number, node in enumerate(analysis.program.graph.nodes):
         order[node] = number
-        row = rulebook.rows.get(str(node.target))
         if node.op != "call_function" or find_source(node)[0] is not node or node in analysis.uses:
             continue
         read = [n for n in node.all_input_nodes if find_source(n) in analysis.dims]
         if read and str(node.target) != "aten.sym_size.int":
             yield (
-                f"{describe_node(node)}: reads {read[0].name}, which depends on a parameter, but was "
-                "not analysed"
+                f"{describe_node(node)}: reads {read[0].name}, which depends on a parameter, but "
+                "was not analysed"
             )
     places = [order.get(node, -1) for node in analysis.uses]
     if -1 in places or places != sorted(places):
