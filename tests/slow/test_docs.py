@@ -170,12 +170,11 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.copytree(ROOT / "rules", tmp_path / "rules")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as for `python -m`: a page may import its own files
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "examples"))))
     monkeypatch.setattr(rulebook, "find_rules_root", lambda: tmp_path / "rules")
-    rulebook._load_directory.cache_clear()
     yield tmp_path
-    rulebook._load_directory.cache_clear()
 
 
 @pytest.mark.parametrize("name", NAMES)
