@@ -185,7 +185,7 @@ class ModelCompiler:
         later = [c.lower(p, part, tp, group, first.plan) for c, p, part in others]
         plan = add_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
         if self.request.strict and (excess := describe_excess_replication(plan.parameters, tp)):
-            raise PlanError(f"{self.whole.name}: strict=True, and {excess}. {_LESS_REPLICATED}")
+            raise PlanError(f"{self.whole.name}: strict=True, but {excess}. {_LESS_REPLICATED}")
         return replace(first, plan=plan, problem=problem, solution=solution, later=tuple(later))
 
     def formulate(self, tp: int, *, everything: bool = False) -> PlacementProblem:

@@ -62,7 +62,7 @@ def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand
     assert notes["attention"] == "heads (8): too few for tp 1024; tp sizes that split it: 2 to 8"
     assert notes["mlp"] == "ffn (128): too few for tp 1024; tp sizes that split it: 2 to 128"
     assert not any(pair.split for pair in plan.pairs)
-    assert "every rank holds 100 % of the parameter bytes whole" in plan.warnings[0]
+    assert "100 % of the parameter bytes are replicated on every rank" in plan.warnings[0]
 
 
 def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
@@ -70,7 +70,7 @@ def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
         PlanError, lambda: autotp.plan(hand[0], 1024, example_inputs=hand[1], strict=True)
     )
 
-    says(message, "HandGPT", "holds 100 % of the parameter bytes whole", "Choose a smaller tp")
+    says(message, "HandGPT", "100 % of the parameter bytes are replicated on every rank", "Choose a smaller tp")
 
 
 def test_without_processes_the_line_that_starts_them_is_told(hand: Hand) -> None:
@@ -243,7 +243,7 @@ def test_a_plan_file_that_was_cut_off_is_refused(hand: Hand, plan: Plan, tmp_pat
         PlanError, lambda: autotp.plan(hand[0], 2, plan=path, example_inputs=hand[1])
     )
 
-    says(message, str(path), "line ", "cut off?", "Write it (again)")
+    says(message, str(path), "line ", "is it truncated?", "Write it (again)")
 
 
 # ── models ───────────────────────────────────────────────────────────────────────────────────────

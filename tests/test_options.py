@@ -94,9 +94,9 @@ def test_plans_are_read_from_text_and_refused_shortly() -> None:
     read: Any = autotp.Plan.from_json
 
     assert plan.parameters == autotp.plan(MLP(24, 48), 2, example_inputs=X, plan=text).parameters
-    assert "NaN is no finite number" in refusal(lambda: read(odd))
-    assert "1e999 is no finite number" in refusal(lambda: read(odd.replace("NaN", "1e999")))
-    assert "plan: is of type bytes" in refusal(lambda: read(text.encode()))
+    assert "NaN is not a finite number" in refusal(lambda: read(odd))
+    assert "1e999 is not a finite number" in refusal(lambda: read(odd.replace("NaN", "1e999")))
+    assert "plan: it is of type bytes" in refusal(lambda: read(text.encode()))
     assert 200 > len(
         refusal(lambda: autotp.plan(MLP(24, 48), 2, example_inputs=X, plan="x" * 3000))
     )

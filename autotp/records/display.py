@@ -1,7 +1,7 @@
-"""How a noun shows itself, without the nouns knowing who draws them.
+"""How a record is displayed, without importing the code that renders it.
 
-`core` may not import `show`, yet `print(plan)` shows the report. These two generic functions are
-the seam: `core` calls them, `show` registers what it can draw.
+`records` may not import `report`, yet `print(plan)` shows the report. `records` calls these two
+generic functions, and `report` registers its renderers with them.
 """
 
 from functools import singledispatch
@@ -10,12 +10,12 @@ __all__ = ["render_rich", "render_text"]
 
 
 @singledispatch
-def render_text(noun: object) -> str:
-    """The plain text that shows `noun`: its repr, unless something better is registered."""
-    return repr(noun)
+def render_text(record: object) -> str:
+    """Render `record` as plain text: its repr, unless a renderer is registered."""
+    return repr(record)
 
 
 @singledispatch
-def render_rich(noun: object) -> object:
-    """What rich is to print for `noun`: its repr, unless something better is registered."""
-    return repr(noun)
+def render_rich(record: object) -> object:
+    """Render `record` for rich: its repr, unless a renderer is registered."""
+    return repr(record)

@@ -2,8 +2,8 @@
 
     {"format": "autotp plan", "version": 1, "hash": "9f2c…", "model": …}
 
-The hash makes two things cheap: ranks compare plans by it, and a file that was changed is noticed.
-What says only how a record was come by, not what it is, is left out of it (`apart`).
+Ranks compare plans by the hash, and a changed file is detected by it. Fields that only describe how
+a record was computed are excluded from the hash (`apart`).
 """
 
 import hashlib
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def hash_content(record: object, apart: Collection[str] = ()) -> str:
-    """The SHA-256, in hexadecimal, of all that `record` holds but the fields `apart`."""
+    """Compute the SHA-256, in hexadecimal, of `record` without the fields `apart`."""
     return _hash(encode(record), apart)
 
 
 def write_document(record: object, name: str, version: int, apart: Collection[str] = ()) -> str:
-    """`record` as JSON text in the format `name`, the header before its own keys."""
+    """Write `record` as JSON text in the format `name`, with the header before its own keys."""
     fields = encode(record)
     header = {"format": name, "version": version, "hash": _hash(fields, apart)}
     return json.dumps({**header, **fields}, indent=1, allow_nan=False) + "\n"
@@ -34,11 +34,12 @@ def write_document(record: object, name: str, version: int, apart: Collection[st
 def read_document(
     cls: type[T], text: str, name: str, version: int, apart: Collection[str] = ()
 ) -> T:
-    """The record of class `cls` that `text` holds in the format `name`.
+    """Read the record of class `cls` from `text` in the format `name`.
 
     Constraints:
-    - Raises RecordError: cut off, another format or version, changed since, or not a `cls`.
-    - A text without a hash is taken as it is: whoever edits a file by hand removes that line.
+    - Raises RecordError if the text is truncated, has another format or version, was changed after
+      it was written, or does not describe a `cls`.
+    - A text without a hash is accepted: to edit a file by hand, remove that line.
     """
     fields = _parse(text)
     found = fields.pop("format", None), fields.pop("version", None)
@@ -47,8 +48,8 @@ def read_document(
         raise RecordError(f"{expected}, found {found[0]!r} version {found[1]!r}")
     stated, actual = fields.pop("hash", None), _hash(fields, apart)
     if stated not in (None, actual):
-        reason = f"hash says {str(stated)[:12]}, the content gives {actual[:12]}"
-        raise RecordError(f"{reason}: it was changed; remove the hash line to accept that")
+        reason = f"the stated hash is {str(stated)[:12]}, the hash of the content {actual[:12]}"
+        raise RecordError(f"{reason}: the file was changed. Remove the hash line to accept that")
     return decode(cls, fields)
 
 
@@ -58,7 +59,7 @@ def _parse(text: str) -> dict[str, object]:
             text, parse_float=_refuse_infinite, parse_constant=_refuse_infinite
         )
     except json.JSONDecodeError as error:
-        ended = " (the text ends here: cut off?)" if _is_cut_off(error, text) else ""
+        ended = " (the text ends here: is it truncated?)" if _is_truncated(error, text) else ""
         at = f"line {error.lineno} column {error.colno}"
         raise RecordError(f"{at}: {error.msg}{ended}") from error
     if not isinstance(value, dict):
@@ -67,14 +68,14 @@ def _parse(text: str) -> dict[str, object]:
 
 
 def _refuse_infinite(text: str) -> float:
-    """The number that is written; Python's own reader takes `NaN` and `1e999` too."""
+    """Parse a finite number; Python's own reader also accepts `NaN` and `1e999`."""
     value = float(text)
     if not math.isfinite(value):
-        raise RecordError(f"{text} is no finite number")
+        raise RecordError(f"{text} is not a finite number")
     return value
 
 
-def _is_cut_off(error: json.JSONDecodeError, text: str) -> bool:
+def _is_truncated(error: json.JSONDecodeError, text: str) -> bool:
     return error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
 
 

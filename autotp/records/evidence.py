@@ -1,6 +1,4 @@
-"""What `verify` found: figures, the tolerance they are held to and its reason; never a bare
-bool.
-"""
+"""The result of `verify`: errors, the tolerance with its reason, and collectives."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,17 +8,17 @@ __all__ = ["Evidence"]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The comparison of a sharded model, all ranks simulated, with the whole one.
+    """The comparison of a sharded model, with all ranks simulated, with the unsharded model.
 
-    - `max_abs_error`: largest absolute difference of any output or the loss.
-    - `max_rel_error`: largest absolute difference over largest absolute value of the whole model's
-      tensor, over outputs and loss.
+    - `max_abs_error`: the largest absolute difference in any output or the loss.
+    - `max_rel_error`: that difference divided by the largest absolute value of the unsharded
+      model's tensor; the largest over outputs and loss.
     - `gradients`: parameter name to the same relative error of its gradient; empty without
       training.
     - `collectives_predicted`, `collectives_seen`: `"phase kind"` (e.g. "forward all_reduce") to
-      count.
-    - `first_divergence`: where the first wrong node stands (node, module path, source line, both
-      figures), None if none is wrong.
+      count, as planned and as executed.
+    - `first_divergence`: the first wrong node (name, module path, source line, both figures); None
+      if all are right.
     """
 
     ok: bool

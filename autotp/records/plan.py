@@ -1,7 +1,7 @@
-"""The whole decision for one model and one tensor-parallel size: plain data, equal on every rank.
+"""The plan of one model for one tensor-parallel size: plain data, equal on every rank.
 
-No torch object is in it; JSON round-trips exactly; `hash` covers everything that ranks must agree
-on, and nothing that only tells how it was found.
+It contains no torch object; JSON round-trips exactly; `hash` covers everything that ranks must agree
+on, and nothing that only describes how the plan was found.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from typing import Final, cast
 from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
 from autotp.errors import PlanError
-from autotp.records import display as describe
+from autotp.records.display import render_rich, render_text
 from autotp.records.document import hash_content, read_document, write_document
 from autotp.records.json_record import RecordError
 
@@ -31,15 +31,15 @@ __all__ = [
 ]
 
 BUCKET: Final = "bucket of replicated parameters"
-"""Where the one all-reduce stands that sums the gradients of parameters whole on every rank."""
+"""The place of the one all-reduce that sums the gradients of replicated parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What one rank holds of a parameter.
+    """The shard of a parameter on one rank.
 
-    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` held; empty if it holds
-    all.
+    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` that the rank has; empty
+    if it has all.
     """
 
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """An `algebra.placement.Placement` whose axis is called as people read it."""
+    """An `algebra.placement.Placement` whose axis has a readable name."""
 
     kind: Kind
     dim: int = -1
@@ -60,11 +60,11 @@ class PlacementRecord:
 class ParameterRecord:
     """One parameter: `layout` is column, row, vocabulary, expert, norm or replicated.
 
-    - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `axis` is a name
-      such as `model.layers.0.self_attn.heads`; `axis_size` its size.
-    - `split`: the flat form of the `algebra.split.Split` of `dim`; empty when whole.
-    - `shards`: one entry a rank.
-    - `reason`: why every rank holds it whole, or some of its segments; empty when all is split.
+    - `dim`, `axis`: the sharded dim and its axis; None if the parameter is replicated. `axis` is a
+      name such as `model.layers.0.self_attn.heads`; `axis_size` its size.
+    - `split`: the flat form of the `algebra.split.Split` of `dim`; empty if replicated.
+    - `shards`: one entry per rank.
+    - `reason`: why it, or some of its segments, are replicated; empty when all is sharded.
     - `gradient_partial`: its gradient is summed over the group in the shared bucket.
     - `tied`: further names of the same tensor.
     """
@@ -85,8 +85,8 @@ class ParameterRecord:
     tied: tuple[str, ...] = ()
 
     @property
-    def whole_bytes(self) -> int:
-        """The bytes that every rank holds: all, or those of segments without the axis."""
+    def replicated_bytes(self) -> int:
+        """The bytes that every rank has: all, or those of the segments without the axis."""
         if self.dim is None:
             return self.bytes
         split = Split.decode(self.split)
@@ -98,11 +98,11 @@ class Pair:
     """Openers (column-parallel) and closers (row-parallel) that share one pairable axis.
 
     - `role`: attention, mlp, experts, vocabulary, or "pair".
-    - `axis`, `size`, `local_sizes` (one entry a rank; all `size` when the axis stays whole).
+    - `axis`, `size`, `local_sizes` (one entry per rank; all are `size` if the axis is not split).
     - `openers`, `closers`: parameter names. A vocabulary pair may have no closers.
     - `expression`: the opener's output dim in the notation of docs, e.g. `kv*g*d`.
     - `module`: the longest common module path of its parameters.
-    - `note`: why it stays whole, with the sizes that would split it; empty when split.
+    - `note`: why the axis is not split, with the sizes that would split it; empty when split.
     """
 
     role: str
@@ -119,17 +119,17 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRecord:
-    """One run of a collective in one call (forward) or one forward + backward.
+    """One collective of a call (forward), or of a forward and backward pass.
 
     - `kind`: all_reduce, all_gather, reduce_scatter or all_to_all; `phase`: forward or backward.
     - `where`: module path of the value, e.g. `model.layers.0.self_attn.o_proj`, and its op in
       brackets where the module has others in modules of its own; or `BUCKET`.
     - `payload_bytes`: the largest tensor on a rank (all-gather: its result; reduce-scatter: its
-      input), `wire_bytes`: what a ring sends a rank; both at the plan's `sizes`.
-    - `time_ps`: by the plan's machine.
+      input), `wire_bytes`: what each rank sends in a ring; both at the plan's `sizes`.
+    - `time_ps`: estimated for the plan's machine, in picoseconds.
     - `group`: "tp", or a sub-group.
-    - `axis`: the pairable axis whose split makes it necessary, where one does; the report files the
-      collective under that pair, and without it under the pair whose parameters `where` names.
+    - `axis`: the pairable axis whose split requires it, if any; the report lists the collective with
+      that pair, or else with the pair whose parameters `where` names.
     """
 
     kind: str
@@ -144,12 +144,12 @@ class CollectiveRecord:
 
 @dataclass(frozen=True, slots=True)
 class CacheRecord:
-    """One tensor of a cache: every call takes it and gives it back cut in the same way.
+    """One tensor of a cache: every call takes and returns it with the same sharding.
 
     - `name`: its path in the cache, e.g. `layers.0.keys`.
-    - `dim`, `axis`: what is cut along what; None when every rank holds it whole. `size`: of that
-      dim as a whole; 0 without one. `split`: the flat form of its `algebra.split.Split`.
-    - `bytes`: of the whole tensor, at the longest that the plan was priced for.
+    - `dim`, `axis`: the sharded dim and its axis; None if it is replicated. `size`: the full size of
+      that dim; 0 if there is none. `split`: the flat form of its `algebra.split.Split`.
+    - `bytes`: of the full tensor, at the greatest length that the plan covers.
     """
 
     name: str
@@ -164,8 +164,9 @@ class CacheRecord:
 class PhaseRecord:
     """One kind of call that was planned together with others.
 
-    - `name`: prefill or decode. `calls`: how often it comes.
-    - `variant`, `sizes`, `collectives`: of one such call, as in a plan. `time_ps`: their time.
+    - `name`: prefill or decode. `calls`: the number of such calls.
+    - `variant`, `sizes`, `collectives`: of one such call, as in a plan; `time_ps`: the time of its
+      collectives, in picoseconds.
     """
 
     name: str
@@ -178,7 +179,7 @@ class PhaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredRecord:
-    """An op without a row, its `rule` found by running it, and `where`: the modules that use it."""
+    """An op without a row: the `rule` discovered by running it, and the modules that use it."""
 
     op: str
     rule: str
@@ -187,7 +188,7 @@ class DiscoveredRecord:
 
 @dataclass(frozen=True, slots=True)
 class DifferingRecord:
-    """An op that all ranks do on the same values, and that may give each another result.
+    """An op that all ranks run on the same values, and whose result may differ between ranks.
 
     - `phase`: forward or backward; `reason`: how results may differ; `where`: the modules.
     """
@@ -200,29 +201,29 @@ class DifferingRecord:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The decision, its price and its proof.
+    """The layouts of all parameters, the collectives they require, and their cost.
 
     - `model`: a printable name (class name).
     - `fingerprint`: hash over parameter names, shapes, dtypes.
     - `variant`: printable inputs present and mode, e.g. "attention_mask, input_ids · eval".
-    - `sizes`: the sizes it was priced for, e.g. {"batch": 1, "sequence": 4096}.
+    - `sizes`: the sizes for which costs were estimated, e.g. {"batch": 1, "sequence": 4096}.
     - `cost`: level name to integer (solver.problem.LEVELS); `bound` the same; `gap` relative, 0.0
-      when proven optimal; `method`, `width`, `variables` say how it was solved.
+      when proven optimal; `method`, `width`, `variables` describe how it was solved.
     - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers",
-      and under "kv_cache" where calls take or give a cache: at its longest.
-    - `replicated_fraction`: bytes that every rank holds whole over all parameter bytes, tied once.
-    - `unused_fraction`: the part of them that the captured graph does not read: towers of inputs
-      that were not given, over all parameter bytes.
-    - `unruled`: ops without a rule, as "op at module path: reason"; they act whole.
-    - `discovered`: rules found by running an op that has none. `differing`: ops on whole values
-      whose results ranks may disagree on.
-    - `caches`: tensors of the cache that calls take or give, by path; empty without one.
+      and under "kv_cache", at its greatest length, where calls take or return a cache.
+    - `replicated_fraction`: replicated bytes over all parameter bytes; tied parameters count once.
+    - `unused_fraction`: the share of all parameter bytes that the captured graph does not read: towers
+      of inputs that were not given.
+    - `unruled`: ops without a rule, as "op at module path: reason"; they run replicated.
+    - `discovered`: rules discovered by running ops without one. `differing`: ops on replicated values
+      whose results may differ between ranks.
+    - `caches`: tensors of the cache that calls take or return, by path; empty without one.
     - `phases`: the calls planned together, this plan's own first; empty for a call planned alone.
-    - `options`: what was asked (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
+    - `options`: what was requested (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
 
     Constraints:
-    - `options` holds JSON values with tuples for lists; `gap` is finite.
+    - The values of `options` are JSON values, with tuples for lists; `gap` is finite.
     """
 
     model: str
@@ -257,29 +258,28 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """The SHA-256, in hexadecimal, of what is decided and what it costs; equal on all ranks.
+        """The SHA-256, in hexadecimal, of the layouts and their cost; equal on all ranks.
 
-        How the decision was found (cost levels, bound, method) is left out: a plan followed has the
-        hash of the plan that it follows.
+        How the plan was found (cost levels, bound, method) is excluded: a plan made with `plan=` has
+        the hash of the plan that it follows.
         """
         return hash_content(self, _SEARCH)
 
     def to_json(self) -> str:
-        """The plan as JSON text, with `format`, `version` and `hash` before its own keys."""
+        """Write the plan as JSON text, with `format`, `version` and `hash` before its own keys."""
         return write_document(self, _FORMAT, _VERSION, _SEARCH)
 
     @classmethod
     def from_json(cls, text_or_path: str | Path) -> "Plan":
-        """The plan that `text_or_path` holds: JSON text, or the path of a file of it.
+        """Read a plan from JSON text, or from the path of a JSON file.
 
-        Constraints: raises PlanError when the text is cut off, of another version, lacks or
-        misspells a key, holds a value of a wrong type, contradicts itself, or was changed after it
-        was written.
+        Raises PlanError if the text is truncated, has another version, lacks or misspells a key, has
+        a value of a wrong type, contradicts itself, or was changed after it was written.
         """
         given = cast(object, text_or_path)  # whatever a caller without types passed
         if not isinstance(given, str | Path):
             raise PlanError(
-                f"plan: is of type {type(given).__name__}. Give JSON text, or the path of a file."
+                f"plan: it is of type {type(given).__name__}. Give JSON text, or the path of a file."
             )
         if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
             return _read_plan(given, "plan text")
@@ -295,17 +295,17 @@ class Plan:
 
     def __str__(self) -> str:
         """The printed plan."""
-        return describe.render_text(self)
+        return render_text(self)
 
     def __rich__(self) -> object:
         """The printed plan, for rich consoles."""
-        return describe.render_rich(self)
+        return render_rich(self)
 
 
 _FORMAT: Final = "autotp plan"
 _VERSION: Final = 1
 _SEARCH: Final = ("cost", "bound", "gap", "method", "width", "variables")
-"""What tells of the search for the decision, not of the decision; its price is in `collectives`."""
+"""Fields that describe the search for the plan, not the plan; its cost is in `collectives`."""
 _ADVICE: Final = (
     "Write it (again): autotp plan MODEL --tp N --json FILE, with --training if it is to train."
 )
@@ -326,12 +326,14 @@ def _find_contradictions(plan: Plan) -> Iterator[str]:
         yield f"tp is {plan.tp}, it must be at least 1"
     for name, record in plan.parameters.items():
         if record.name != name:
-            yield f"parameters.{name} calls itself {record.name!r}"
+            yield f"parameters.{name} has the name {record.name!r}"
         if len(record.shards) != plan.tp:
             yield f"parameters.{name} has {len(record.shards)} shards for tp {plan.tp}"
     known = set(plan.parameters).union(*(r.tied for r in plan.parameters.values()))
     for pair in plan.pairs:
         if len(pair.local_sizes) != plan.tp:
             yield f"pair {pair.axis} has {len(pair.local_sizes)} local sizes for tp {plan.tp}"
-        strangers = [name for name in pair.openers + pair.closers if name not in known]
-        yield from (f"pair {pair.axis} names {name!r}, which is no parameter" for name in strangers)
+        unknown = [name for name in pair.openers + pair.closers if name not in known]
+        yield from (
+            f"pair {pair.axis} names {name!r}, which is not a parameter" for name in unknown
+        )

@@ -1,4 +1,4 @@
-"""What was found of one row of rules/ by running its op on shards."""
+"""The verdict on one row of rules/, found by running its op on shards."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ __all__ = ["Verdict"]
 class Verdict:
     """One row's verdict: right, wrong, or untested (nothing could be run).
 
-    - `calls`, `strategies`: how many calls, and ways to cut them, were compared with the whole.
+    - `calls`, `strategies`: how many calls, and ways to shard them, were compared with the full call.
     - `reason`: the first way in which a wrong row breaks its law, or why nothing could be run.
     """
 

@@ -1,4 +1,4 @@
-"""What every value of a rewritten graph is: which value of the captured program, lying how."""
+"""For every value of a rewritten graph: the captured value it represents, and its placement."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ __all__ = ["Trace", "TracedValue"]
 class TracedValue:
     """One emitted value.
 
-    - `origin`, `item`: the program's node name, and which of its results.
+    - `origin`, `item`: the name of the program's node, and the index of its result.
     - `placement`, and `split` (a flat `algebra.split.Split` of the placement's dim) when it is S.
     """
 
@@ -24,6 +24,6 @@ class TracedValue:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Emitted node name (of the flat rewritten graph) to what it is."""
+    """The name of each emitted node of the flat rewritten graph to its value."""
 
     values: Mapping[str, TracedValue]

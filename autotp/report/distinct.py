@@ -1,6 +1,6 @@
-"""What repeats in a plan, once: entries that differ only by the layer they lie in, with a count.
+"""Merges the entries of a plan that differ only by their layer, and counts them.
 
-Two entries are one when everything about them is equal but the numbers in their paths:
+Two entries share a row when they are equal but for the numbers in their paths:
 
     32 × model.layers.*.self_attn    column q_proj, k_proj, v_proj    row o_proj
 """
@@ -27,12 +27,12 @@ __all__ = [
 
 T = TypeVar("T")
 Tally = tuple[tuple[str, str, int, int, int], ...]
-"""Collectives counted: (phase, kind, payload bytes, time in picoseconds, count)."""
+"""Counts of collectives: (phase, kind, payload bytes, time in picoseconds, count)."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """`count` pairs alike; `layouts` lists the short parameter names by layout, openers first."""
+    """`count` equivalent pairs; `layouts` lists the short parameter names by layout, openers first."""
 
     count: int
     first: Pair
@@ -43,7 +43,7 @@ class PairRow:
 
 @dataclass(frozen=True, slots=True)
 class ParameterRow:
-    """`count` parameters alike; `paths` are their patterns, `bytes` is the sum over them."""
+    """`count` equivalent parameters; `paths` are their patterns, `bytes` is the sum over them."""
 
     count: int
     first: ParameterRecord
@@ -53,7 +53,7 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """`count` collectives alike; bytes and time are the sums over them."""
+    """`count` equivalent collectives; bytes and time are the sums over them."""
 
     count: int
     first: CollectiveRecord
@@ -63,25 +63,25 @@ class CollectiveRow:
 
 
 def star_layers_of(paths: Sequence[str]) -> str:
-    """The path that stands for `paths`: `*` where their numbers differ.
+    """Give the pattern of `paths`: `*` where their numbers differ.
 
-    pattern(["layers.0.mlp", "layers.1.mlp"]) == "layers.*.mlp"
+    star_layers_of(["layers.0.mlp", "layers.1.mlp"]) == "layers.*.mlp"
     """
     columns = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
 def list_places(paths: Sequence[str]) -> str:
-    """Paths that differ by more than their numbers, one after another."""
-    return ", ".join(star_layers_of(group) for group in _grouped(paths, star_layers))
+    """List the patterns of `paths`, separated by commas."""
+    return ", ".join(star_layers_of(group) for group in _group_by(paths, star_layers))
 
 
 def list_pair_rows(plan: Plan) -> list[PairRow]:
-    """One row a distinct pair, in program order."""
-    tallies = _tallies(plan)
-    layouts = {pair.openers: _layouts(pair, plan) for pair in plan.pairs}
+    """List one row per distinct pair, in program order."""
+    tallies = _count_collectives(plan)
+    layouts = {pair.openers: _list_layouts(pair, plan) for pair in plan.pairs}
 
-    def alike(pair: Pair) -> Hashable:
+    def describe(pair: Pair) -> Hashable:
         sizes = (pair.role, pair.size, pair.local_sizes, pair.expression, pair.split)
         return (*sizes, star_layers(pair.module), layouts[pair.openers], tallies[pair.axis])
 
@@ -93,31 +93,31 @@ def list_pair_rows(plan: Plan) -> list[PairRow]:
             layouts=layouts[pairs[0].openers],
             collectives=tallies[pairs[0].axis],
         )
-        for pairs in _grouped(plan.pairs, alike)
+        for pairs in _group_by(plan.pairs, describe)
     ]
 
 
 def list_replicated_rows(plan: Plan) -> list[ParameterRow]:
-    """What every rank holds whole, or segments of it: one row a layout and reason."""
-    whole = [r for r in plan.parameters.values() if r.dim is None or r.whole_bytes]
-    groups = _grouped(whole, lambda r: (r.layout, star_layers(r.reason)))
-    rows = [replace(_parameter_row(g), bytes=sum(r.whole_bytes for r in g)) for g in groups]
+    """List the parameters with replicated bytes: one row per layout and reason."""
+    records = [r for r in plan.parameters.values() if r.dim is None or r.replicated_bytes]
+    groups = _group_by(records, lambda r: (r.layout, star_layers(r.reason)))
+    rows = [replace(_parameter_row(g), bytes=sum(r.replicated_bytes for r in g)) for g in groups]
     return sorted(rows, key=lambda row: -row.bytes)
 
 
 def list_other_rows(plan: Plan) -> list[ParameterRow]:
-    """What is split but belongs to no pair (an embedding cut along hidden, say)."""
-    owners = {_module(name) for pair in plan.pairs for name in (*pair.openers, *pair.closers)}
+    """List the sharded parameters outside pairs, e.g. an embedding split along hidden."""
+    owners = {_find_module(name) for pair in plan.pairs for name in (*pair.openers, *pair.closers)}
     others = [r for r in plan.parameters.values() if r.dim is not None]
-    others = [r for r in others if not owners & {_module(name) for name in (r.name, *r.tied)}]
-    groups = _grouped(others, lambda r: (star_layers(r.name), r.layout, r.dim, r.shape, r.shards))
+    others = [r for r in others if not owners & {_find_module(name) for name in (r.name, *r.tied)}]
+    groups = _group_by(others, lambda r: (star_layers(r.name), r.layout, r.dim, r.shape, r.shards))
     return [_parameter_row(group) for group in groups]
 
 
 def list_collective_rows(plan: Plan) -> list[CollectiveRow]:
-    """One row a distinct collective: forward before backward, else in program order."""
+    """List one row per distinct collective: forward first, otherwise in program order."""
 
-    def alike(record: CollectiveRecord) -> Hashable:
+    def describe(record: CollectiveRecord) -> Hashable:
         return (record.phase, record.kind, record.payload_bytes, star_layers(record.where))
 
     rows = [
@@ -128,67 +128,69 @@ def list_collective_rows(plan: Plan) -> list[CollectiveRow]:
             wire_bytes=sum(record.wire_bytes for record in group),
             time_ps=sum(record.time_ps for record in group),
         )
-        for group in _grouped(plan.collectives, alike)
+        for group in _group_by(plan.collectives, describe)
     ]
     return sorted(rows, key=lambda row: row.first.phase != "forward")
 
 
 def _parameter_row(group: list[ParameterRecord]) -> ParameterRow:
-    alike = _grouped(group, lambda record: star_layers(record.name))
-    paths = tuple(star_layers_of([record.name for record in records]) for records in alike)
+    by_pattern = _group_by(group, lambda record: star_layers(record.name))
+    paths = tuple(star_layers_of([record.name for record in records]) for records in by_pattern)
     return ParameterRow(len(group), group[0], paths, sum(record.bytes for record in group))
 
 
-def _tallies(plan: Plan) -> dict[str, Tally]:
-    """For every pair's axis, the collectives that its split makes necessary."""
+def _count_collectives(plan: Plan) -> dict[str, Tally]:
+    """Count, for every pair's axis, the collectives that its split requires."""
     counters: dict[str, Counter[tuple[str, str, int, int]]] = {
         p.axis: Counter() for p in plan.pairs
     }
     owners = {
-        _module(name): pair.axis
+        _find_module(name): pair.axis
         for pair in plan.pairs
         if pair.split
         for name in (*pair.openers, *pair.closers)
     }
     for record in plan.collectives:
-        axis = record.axis or next((owners[p] for p in _prefixes(record.where) if p in owners), "")
+        axis = record.axis or next(
+            (owners[p] for p in _list_prefixes(record.where) if p in owners), ""
+        )
         if axis in counters:
             key = (record.phase, record.kind, record.payload_bytes, record.time_ps)
             counters[axis][key] += 1
     return {axis: tuple((*key, n) for key, n in c.items()) for axis, c in counters.items()}
 
 
-def _layouts(pair: Pair, plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _list_layouts(pair: Pair, plan: Plan) -> tuple[tuple[str, tuple[str, ...]], ...]:
     known = {name: r for r in plan.parameters.values() for name in (r.name, *r.tied)}
     found: dict[str, list[str]] = {}
     for name in (*pair.openers, *pair.closers):
         names = found.setdefault(known[name].layout, [])
-        short = _short(name, pair.module)
+        short = _shorten_name(name, pair.module)
         names.extend([short] if short not in names else [])
     return tuple((layout, tuple(names)) for layout, names in found.items())
 
 
-def _short(name: str, module: str) -> str:
-    """`name` seen from `module`, without the `.weight` or `.bias` that says nothing."""
-    owner = _module(name)
+def _shorten_name(name: str, module: str) -> str:
+    """Give `name` relative to `module`, without a trailing `.weight` or `.bias`."""
+    owner = _find_module(name)
     inner = owner.removeprefix(f"{module}.") if module else owner
     return star_layers(inner.rsplit(".", 1)[-1] if inner == module else inner)
 
 
-def _module(name: str) -> str:
-    """The module that a parameter called `name` belongs to; a bare parameter is its own."""
+def _find_module(name: str) -> str:
+    """Give the module of the parameter `name`; a bare parameter counts as a module."""
     owner, _, last = name.rpartition(".")
     return owner if last in ("weight", "bias") and owner else name
 
 
-def _prefixes(where: str) -> Iterator[str]:
+def _list_prefixes(where: str) -> Iterator[str]:
     path = where.split(" ")[0]
     while path:
         yield path
         path = path.rpartition(".")[0]
 
 
-def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
+def _group_by(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     groups: dict[Hashable, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -1,4 +1,4 @@
-"""Dotted paths that break at their dots when a column is too narrow for them."""
+"""Dotted paths that wrap at their dots in a narrow column."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,33 +12,33 @@ __all__ = ["Dotted"]
 
 @dataclass(frozen=True, slots=True)
 class Dotted:
-    """Paths, one under the other; a continued one is indented and starts with its dot.
+    """Paths, one below the other; a continuation line is indented and starts with a dot.
 
         model.layers.*
          .self_attn.o_proj
 
-    Constraints: a single part longer than the column is folded, never cut off.
+    Constraints: a part that is longer than the column is folded, never truncated.
     """
 
     paths: Sequence[str]
     heading: str = ""
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        """The widths between which the paths can be shown."""
+        """Give the smallest and the largest useful width."""
         widest = max(len(path) for path in (self.heading, *self.paths))
         least = max(len(part) + 2 for path in self.paths for part in path.split("."))
         return Measurement(min(widest, least), widest).with_maximum(options.max_width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """The lines."""
+        """Yield the lines."""
         if self.heading:
             yield Text(self.heading, style="bold")
         for path in self.paths:
-            for line in _lines(path, options.max_width):
+            for line in _wrap_path(path, options.max_width):
                 yield Text(line, overflow="fold")
 
 
-def _lines(path: str, width: int) -> Iterator[str]:
+def _wrap_path(path: str, width: int) -> Iterator[str]:
     first, *rest = path.split(".")
     line = first
     for part in rest:

@@ -12,11 +12,11 @@ __all__ = ["graph_to_json"]
 
 
 def graph_to_json(graph: fx.Graph, values: dict[str, TracedValue]) -> list[dict[str, Any]]:
-    """The graph, a node an entry, with each value's module, shape on a rank, and placement."""
-    return [_entry(node, values.get(node.name)) for node in graph.nodes]
+    """List one entry per node, with the value's module, local shape and placement."""
+    return [_describe_node(node, values.get(node.name)) for node in graph.nodes]
 
 
-def _entry(node: fx.Node, traced: TracedValue | None) -> dict[str, Any]:
+def _describe_node(node: fx.Node, traced: TracedValue | None) -> dict[str, Any]:
     val = node.meta.get("val")
     return {
         "name": node.name,

@@ -1,6 +1,6 @@
-"""The printed plan: what is cut along what, what that costs, what a rank holds, what stays whole.
+"""The printed plan: shards, their cost, the memory per rank, and what is replicated.
 
-Every distinct thing is said once, with its count; no name is cut off, however narrow the page.
+Equivalent layers share one row, with a count; no name is truncated, however narrow the page.
 """
 
 from collections import Counter
@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.records import display as describe
+from autotp.records.display import render_rich, render_text
 from autotp.records.plan import BUCKET, Plan
 from autotp.records.replication import star_layers
 from autotp.report.distinct import (
@@ -31,7 +31,7 @@ __all__ = ["render_plan", "format_plan"]
 
 
 def render_plan(plan: Plan) -> RenderableType:
-    """What rich prints for `plan`."""
+    """Build what rich prints for `plan`."""
     parts = [
         _render_header(plan),
         _render_pairs(plan),
@@ -41,16 +41,16 @@ def render_plan(plan: Plan) -> RenderableType:
         render_memory(plan),
         render_layouts(plan),
         _render_replicated(plan),
-        _join_names("Ops without a rule (they act whole)", plan.unruled),
-        _join_names("Rules found by running the op", list(_render_discovered(plan))),
-        _join_names("Results that ranks may disagree on", list(_render_differing(plan))),
-        _join_names("Warnings", plan.warnings),
+        _list_lines("Ops without a rule (run replicated on every rank)", plan.unruled),
+        _list_lines("Rules discovered by running the op", list(_render_discovered(plan))),
+        _list_lines("Results that may differ between ranks", list(_render_differing(plan))),
+        _list_lines("Warnings", plan.warnings),
     ]
     return Group(*(part for part in parts if part is not None))
 
 
 def format_plan(plan: Plan, width: int = 100, color: bool = False) -> str:
-    """The printed plan as text whose lines are at most `width` columns."""
+    """Format the plan as text, in lines of at most `width` columns."""
     console = Console(
         file=StringIO(),
         width=width,
@@ -76,11 +76,11 @@ def _render_header(plan: Plan) -> RenderableType:
 
 
 def _render_phases(plan: Plan) -> RenderableType | None:
-    """What the calls that were planned together cost, each and all."""
+    """Build the table of the phases that were planned together, with the cost of each."""
     if not plan.phases:
         return None
-    columns = ["phase", "calls", "sizes", "collectives of a call", "time of a call", "of all"]
-    table = make_table("Planned together", columns, right=("calls", "time of a call", "of all"))
+    columns = ["phase", "calls", "sizes", "collectives per call", "time per call", "total time"]
+    table = make_table("Phases planned together", columns, right=("calls", *columns[-2:]))
     for phase in plan.phases:
         counts = Counter(record.kind.replace("_", "-") for record in phase.collectives)
         table.add_row(
@@ -98,41 +98,41 @@ def _list_facts(plan: Plan) -> Iterable[tuple[str, str]]:
     sizes = ", ".join(f"{name} {format_count(size)}" for name, size in plan.sizes.items())
     yield (
         "inputs",
-        plan.variant + ("" if plan.dynamic else " (holds for fixed sizes, see Warnings)"),
+        plan.variant + ("" if plan.dynamic else " (fixed sizes only, see Warnings)"),
     )
-    yield "priced for", f"{sizes} on {plan.machine}"
+    yield "cost estimated at", f"{sizes} on {plan.machine}"
     yield "objective", f"{plan.objective}, {_describe_optimality(plan)}"
     unused = f", {format_share(plan.unused_fraction, 1)} unused" if plan.unused_fraction else ""
-    whole = format_share(plan.replicated_fraction, 1)
-    yield "every rank", f"holds {whole} of the parameters whole{unused}"
+    share = format_share(plan.replicated_fraction, 1)
+    yield "replication", f"{share} of the parameter bytes are replicated on every rank{unused}"
     if any(record.group != "tp" for record in plan.collectives):
         yield "groups", _list_groups(plan)
     yield "plan hash", plan.hash[:16]
 
 
 def _list_groups(plan: Plan) -> str:
-    """Which ranks are together in each group: `tp/2:1` is every rank with its neighbour."""
-    told = [f"tp is ranks 0 to {plan.tp - 1}"]
+    """List the ranks of each group: `tp/2:1` pairs every rank with its neighbour."""
+    groups = [f"tp is ranks 0 to {plan.tp - 1}"]
     for name in sorted({record.group for record in plan.collectives} - {"tp"}):
         count, stride = map(int, name.removeprefix("tp/").split(":"))
         firsts = [r for r in range(plan.tp) if r // stride % count == 0]
         sets = ("+".join(str(r + k * stride) for k in range(count)) for r in firsts)
-        told.append(f"{name} is {', '.join(sets)}")
-    return "; ".join(told)
+        groups.append(f"{name} is {', '.join(sets)}")
+    return "; ".join(groups)
 
 
 def _describe_optimality(plan: Plan) -> str:
     solved = f"{plan.method}, width {plan.width}, {format_count(plan.variables)} variables"
-    # solver: the bucket is one collective for many parameters, so no choice of one has its latency
+    # the bucket is one collective for many parameters, so no single choice accounts for its latency
     bucket = any(record.where == BUCKET for record in plan.collectives)
-    apart = ", the gradient bucket's latency left out" if bucket else ""
+    apart = ", excluding the latency of the gradient bucket" if bucket else ""
     if plan.gap == 0:
         return f"proven minimal{apart} (exact {solved})"
     return f"within {format_share(plan.gap, 1)} of the lower bound{apart} ({solved})"
 
 
 def _render_pairs(plan: Plan) -> RenderableType:
-    table = make_table("Pairs", ["×", "pair", "layout", "axis: whole -> rank", "collectives"])
+    table = make_table("Pairs", ["×", "pair", "layout", "axis: full -> per rank", "collectives"])
     for row in list_pair_rows(plan):
         pair = row.first
         table.add_row(
@@ -150,7 +150,7 @@ def _describe_axis(row: PairRow) -> str:
     name = pair.axis.rsplit(".", 1)[-1]
     local = sorted(set(pair.local_sizes), reverse=True)
     sizes = f"{format_count(pair.size)} -> {' or '.join(map(format_count, local))}"
-    parts = [f"{name}: {sizes}" if pair.split else f"{name}: {format_count(pair.size)}, whole"]
+    parts = [f"{name}: {sizes}" if pair.split else f"{name}: {format_count(pair.size)}, unsharded"]
     parts += [f"of {pair.expression}"] if pair.expression not in ("", name) else []
     parts += [pair.note] if pair.note else []
     return "\n".join(parts)
@@ -170,7 +170,7 @@ def _render_others(plan: Plan) -> RenderableType | None:
     if not rows:
         return None
     table = make_table(
-        "Split, in no pair", ["×", "parameter", "layout", "axis", "shape: whole -> rank"]
+        "Sharded outside pairs", ["×", "parameter", "layout", "axis", "shape: full -> per rank"]
     )
     for row in rows:
         record = row.first
@@ -196,7 +196,7 @@ def _render_replicated(plan: Plan) -> RenderableType | None:
     rows = list_replicated_rows(plan)
     if not rows:
         return None
-    table = make_table("Whole on every rank", ["×", "bytes", "parameters"], right=("bytes",))
+    table = make_table("Replicated parameters", ["×", "bytes", "parameters"], right=("bytes",))
     for row in rows:
         reason = row.first.reason if row.count == 1 else star_layers(row.first.reason)
         why = f"{row.first.layout}: {reason}" if reason else row.first.layout
@@ -216,11 +216,11 @@ def _render_differing(plan: Plan) -> Iterable[str]:
         yield f"{count} × {record.op}, {record.phase}, at {at}: {record.reason}"
 
 
-def _join_names(title: str, lines: Sequence[str]) -> RenderableType | None:
+def _list_lines(title: str, lines: Sequence[str]) -> RenderableType | None:
     if not lines:
         return None
     return Group(Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines))
 
 
-describe.render_rich.register(Plan, render_plan)
-describe.render_text.register(Plan, format_plan)
+render_rich.register(Plan, render_plan)
+render_text.register(Plan, format_plan)

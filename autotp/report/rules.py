@@ -1,4 +1,4 @@
-"""The rulebook, for people: one line an op."""
+"""The printed rulebook: one line per op."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -13,25 +13,25 @@ from autotp.report.table import make_table
 
 __all__ = ["render_rules", "render_verdicts"]
 
-_RULE, _FORM = 22, 8  # columns to be read in; names of ops fold at their dots instead
+_RULE, _FORM = 22, 8  # least widths; the names of ops wrap at their dots instead
 
 
 def render_rules(rows: Iterable[Row]) -> RenderableType:
-    """What rich prints for `rows`, by op name."""
+    """Build what rich prints for `rows`, sorted by op name."""
     ordered = sorted(rows, key=lambda row: row.op)
-    names = ["op", "rule", "joins", "linear in", "local form"]
+    names = ["op", "rule", "reductions", "linear in", "local form"]
     table = make_table(f"{len(ordered)} ops", names, first=True)
     table.columns[1].min_width, table.columns[-1].min_width = _RULE, _FORM
     for row in ordered:
         rule = str(row.signature) if row.signature else f"by arguments: {row.derive}"
-        cells = map(Text, (rule, _describe_joins(row), _describe_linear(row), row.emit))
+        cells = map(Text, (rule, _describe_reductions(row), _describe_linear(row), row.emit))
         table.add_row(Dotted([row.op]), *cells)
     return table
 
 
-def _describe_joins(row: Row) -> str:
-    joins = [f"{factor}: {join}" for factor, join in sorted(row.reduce.items())]
-    return ", ".join([*joins, *(f"{factor}: whole" for factor in sorted(row.whole))])
+def _describe_reductions(row: Row) -> str:
+    reductions = [f"{factor}: {kind}" for factor, kind in sorted(row.reduce.items())]
+    return ", ".join([*reductions, *(f"{factor}: unshardable" for factor in sorted(row.whole))])
 
 
 def _describe_linear(row: Row) -> str:
@@ -39,14 +39,14 @@ def _describe_linear(row: Row) -> str:
 
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
-    """What rich prints for the verdicts on rows, and how many there are of each."""
+    """Build what rich prints for the verdicts on rows, with the count of each."""
     names = ["op", "rule", "calls", "strategies", "verdict"]
-    table = make_table("Rows run on shards", names, first=True, right=("calls", "strategies"))
+    table = make_table("Rules checked on shards", names, first=True, right=("calls", "strategies"))
     table.columns[1].min_width = _RULE
     for v in verdicts:
         verdict = f"{v.verdict}: {v.reason}" if v.reason else v.verdict
         counts = Text(str(v.calls)), Text(str(v.strategies))
         table.add_row(Dotted([v.op]), Text(v.rule), *counts, Text(verdict))
     tally = Counter(v.verdict for v in verdicts)
-    told = ", ".join(f"{tally[kind]} {kind}" for kind in ("right", "wrong", "untested"))
-    return Group(table, Text(f"\n{len(verdicts)} rows: {told}"))
+    counts = ", ".join(f"{tally[kind]} {kind}" for kind in ("right", "wrong", "untested"))
+    return Group(table, Text(f"\n{len(verdicts)} rows: {counts}"))

@@ -1,4 +1,4 @@
-"""The one kind of table that reports use: plain ASCII lines, so that it survives any pipe."""
+"""The table style of all reports: plain ASCII lines, safe in any pipe."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ _PLAIN = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 def make_table(
     title: str, columns: Sequence[str], right: Sequence[str] = (), *, first: bool = False
 ) -> Table:
-    """An empty table under `title`; numbers stand right, and no cell is ever cut off.
+    """Make an empty table under `title`; columns in `right` are right-aligned, no cell is truncated.
 
-    - `first`: nothing stands above it that an empty line would set it apart from.
+    - `first`: the table starts the report, so no empty line precedes it.
     """
     table = Table(
         title=Text(title if first else f"\n{title}", style="bold"),

@@ -1,4 +1,4 @@
-"""Standard output: as wide as the terminal, in colour only there, in letters that it can take."""
+"""Printing to standard output: as wide as the terminal, in characters that its encoding has."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ _PLAIN = str.maketrans({"×": "x", "µ": "u", "·": "-", "…": "."})
 
 
 def print_to_terminal(renderable: RenderableType) -> None:
-    """Writes `renderable` to standard output; COLUMNS, or else 100, is its width in a pipe."""
+    """Write `renderable` to standard output; in a pipe the width is COLUMNS, or 100."""
     width = max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH)
     console = Console(
         file=sys.stdout, width=width, markup=False, emoji=False, highlight=False, soft_wrap=False

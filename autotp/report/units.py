@@ -1,4 +1,4 @@
-"""Numbers as people read them: decimal bytes, times and shares with three figures.
+"""Numbers in readable units: bytes, times and shares with three significant figures.
 
 16_777_216 bytes  16.8 MB        151_300_000 ps  151 µs        0.0042  0.42 %
 """
@@ -10,22 +10,22 @@ _PICOSECONDS = ((10**12, "s"), (10**9, "ms"), (10**6, "µs"), (10**3, "ns"))
 
 
 def format_bytes(number: int) -> str:
-    """`number` bytes in decimal units, e.g. `16.8 MB`; exact below one kilobyte."""
+    """Format bytes in decimal units, e.g. `16.8 MB`; exact below one kilobyte."""
     return _scale(number, _BYTES, "B")
 
 
 def format_time(picoseconds: int) -> str:
-    """A time in its largest fitting unit, e.g. `7.20 ms`."""
+    """Format a time in its largest fitting unit, e.g. `7.20 ms`."""
     return _scale(picoseconds, _PICOSECONDS, "ps")
 
 
 def format_count(number: int) -> str:
-    """`number` with a comma every three digits."""
+    """Format an integer with thousands separators, e.g. `14,336`."""
     return f"{number:,}"
 
 
 def format_share(part: float, whole: float) -> str:
-    """`part` of `whole` in per cent, e.g. `12.5 %`; `-` of nothing."""
+    """Format `part / whole` in per cent, e.g. `12.5 %`; `-` if `whole` is 0."""
     if not whole:
         return "-"
     share = 100 * part / whole
@@ -34,7 +34,7 @@ def format_share(part: float, whole: float) -> str:
 
 def _scale(number: int, units: tuple[tuple[int, str], ...], least: str) -> str:
     for size, unit in units:
-        # what would round to 1000 of a unit is one of the next
+        # a value that would round to 1000 of a unit is shown in the next one
         if number * 2000 >= size * 1999:
             return f"{_round_to_three(number / size)} {unit}"
     return f"{number} {least}"

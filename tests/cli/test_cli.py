@@ -211,8 +211,8 @@ def test_verify_draws_weights_and_tries_every_tp(
     assert not any(p.is_meta for p in calls[0][1].parameters())
     assert (2, 16) == calls[0][2]["example_inputs"]["input_ids"].shape
     assert not calls[0][2]["example_inputs"]["input_ids"].is_meta
-    assert shown.startswith("tp 2: equals the whole model (float32)\n")
-    assert "\n\ntp 4: equals the whole model (float32)\n" in shown
+    assert shown.startswith("tp 2: matches the unsharded model (float32)\n")
+    assert "\n\ntp 4: matches the unsharded model (float32)\n" in shown
     assert "2.00e-07" in shown
     assert "4 forward all-reduce" in shown
 
@@ -226,7 +226,7 @@ def test_verify_of_a_wrong_model_exits_with_1(
     shown = capsys.readouterr().out
 
     assert 1 == code
-    assert "tp 2: DIFFERS from the whole model" in shown
+    assert "tp 2: DIFFERS from the unsharded model" in shown
     assert "first wrong node: linear_3 at layers.0" in shown
 
 

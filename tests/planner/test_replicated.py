@@ -72,7 +72,7 @@ def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     plan = work.compile(4, "tp").plan
     total = sum(r.bytes for r in plan.parameters.values())
     large = {h.pattern for h in group_by_layer(plan.parameters) if h.bytes > total / 1000}
-    whole = [r for r in plan.parameters.values() if r.whole_bytes and star_layers(r.name) in large]
+    whole = [r for r in plan.parameters.values() if r.replicated_bytes and star_layers(r.name) in large]
     at = places(work.program)
     found = [f"{r.name}: {doubt} ({r.reason})" for r in whole for doubt in doubts(r, work, at)]
 
@@ -153,12 +153,12 @@ def test_segments_that_every_rank_holds_count_and_are_told() -> None:
     common = len(set.intersection(*ranks))
 
     assert common
-    assert record.bytes * common // record.shape[record.dim or 0] == record.whole_bytes
+    assert record.bytes * common // record.shape[record.dim or 0] == record.replicated_bytes
     assert f"{common} of its {record.shape[record.dim or 0]} elements" in record.reason
 
 
 def test_parallelize_warns_once_above_a_tenth_with_the_largest_and_why() -> None:
-    with pytest.warns(UserWarning, match="of the parameter bytes whole") as caught:
+    with pytest.warns(UserWarning, match="of the parameter bytes are replicated") as caught:
         sharded = autotp.parallelize(Odd(100), 4, rank=1, example_inputs=IDS)
     told = [str(w.message) for w in caught]
 
@@ -187,7 +187,7 @@ def test_strict_refuses_it_with_the_largest_and_what_to_do(call: object) -> None
     with pytest.raises(PlanError) as caught:
         call(Odd(100), 4, example_inputs=IDS, strict=True, **where)
 
-    assert "Odd: strict=True, and every rank holds" in str(caught.value)
+    assert "Odd: strict=True, but 98.8 % of the parameter bytes are replicated" in str(caught.value)
     assert "1 × unused.weight (" in str(caught.value)
     assert "Choose a smaller tp" in str(caught.value)
 
@@ -252,6 +252,6 @@ def test_what_the_inputs_do_not_use_is_told_apart_from_what_stays_whole() -> Non
 
     assert 0.5 == plan.unused_fraction == plan.replicated_fraction
     assert "50 % of the parameter bytes are in parameters that these" in plan.warnings[1]
-    assert "50.0 % of the parameters whole, 50.0 % unused" in str(plan)
+    assert "50.0 % of the parameter bytes are replicated on every rank, 50.0 % unused" in str(plan)
     assert 0 == both.unused_fraction
     assert "unused" not in str(both)

@@ -64,7 +64,7 @@ def test_the_hash_does_not_tell_how_the_plan_was_found() -> None:
 def test_a_changed_file_is_noticed() -> None:
     text = PLAN.to_json().replace('"machine": "h100"', '"machine": "gloo"')
 
-    with pytest.raises(PlanError, match="hash says .*, the content gives .*: it was changed"):
+    with pytest.raises(PlanError, match="stated hash is .*, the hash of the content .*: the file was changed"):
         Plan.from_json(text)
 
 
@@ -73,7 +73,7 @@ def test_a_truncated_file_is_told_where_it_ends(tmp_path: Path, share: float) ->
     path, text = tmp_path / "plan.json", PLAN.to_json()
     path.write_text(text[: int(share * len(text))])
 
-    with pytest.raises(PlanError, match=r"line \d+ column \d+: .*cut off.*Write it") as caught:
+    with pytest.raises(PlanError, match=r"line \d+ column \d+: .*truncated.*Write it") as caught:
         Plan.from_json(path)
 
     assert str(path) in str(caught.value)
@@ -110,9 +110,9 @@ def test_a_truncated_file_is_told_where_it_ends(tmp_path: Path, share: float) ->
         ),
         (
             lambda f: f["pairs"][0].update(openers=["nobody"]),
-            "pair .* names 'nobody', which is no parameter",
+            "pair .* names 'nobody', which is not a parameter",
         ),
-        (lambda f: f["parameters"][FIRST].update(name="x"), f"parameters.{FIRST} calls itself 'x'"),
+        (lambda f: f["parameters"][FIRST].update(name="x"), f"parameters.{FIRST} has the name 'x'"),
     ],
 )
 def test_a_wrong_file_is_told_what_and_where(change: Callable[[Any], object], reason: str) -> None:

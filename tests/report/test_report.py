@@ -111,19 +111,19 @@ def test_inference_has_no_backward_and_no_gradients() -> None:
     assert not re.search("backward|gradients|optimizer", report)
 
 
-def test_what_stays_whole_is_said_with_its_reason() -> None:
-    section = _section(format_plan(PLAN), "Whole on every rank")
+def test_replicated_parameters_have_a_reason() -> None:
+    section = _section(format_plan(PLAN), "Replicated parameters")
 
     assert "norm: a norm needs the whole hidden state" in section
     assert "model.layers.*.input_layernorm.weight" in section
     assert "524 kB" in section
 
 
-def test_an_axis_that_stays_whole_says_why() -> None:
+def test_an_unsharded_axis_has_a_reason() -> None:
     pair = replace(PLAN.pairs[0], split=False, local_sizes=(8,) * 8, note="8 heads over 3 ranks")
     report = format_plan(replace(PLAN, pairs=(pair, *PLAN.pairs[1:])), 160)
 
-    assert "kv: 8, whole" in report
+    assert "kv: 8, unsharded" in report
     assert "8 heads over 3 ranks" in report
 
 
@@ -145,8 +145,8 @@ def test_the_proof_says_that_the_latency_of_the_bucket_is_left_out() -> None:
     bucket = replace(PLAN.collectives[0], phase="backward", where=BUCKET)
     report = format_plan(replace(PLAN, collectives=(*PLAN.collectives, bucket)), 160)
 
-    assert "proven minimal, the gradient bucket's latency left out (exact" in report
-    assert "left out" not in format_plan(PLAN, 160)
+    assert "proven minimal, excluding the latency of the gradient bucket (exact" in report
+    assert "excluding" not in format_plan(PLAN, 160)
 
 
 def test_tied_names_are_shown_with_the_parameter() -> None:
@@ -154,7 +154,7 @@ def test_tied_names_are_shown_with_the_parameter() -> None:
     tied = replace(PLAN.parameters[name], tied=("head.weight",))
     report = format_plan(replace(PLAN, parameters={**PLAN.parameters, name: tied}), 160)
 
-    assert "= head.weight" in _section(report, "Split, in no pair")
+    assert "= head.weight" in _section(report, "Sharded outside pairs")
 
 
 def test_colour_is_only_on_demand() -> None:
@@ -337,7 +337,7 @@ class Fixed(MLP):
 def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> None:
     plan = autotp.plan(Fixed().eval(), 2, example_inputs={"x": torch.randn(2, 12, 16)})
 
-    assert "x · eval (holds for fixed sizes, see Warnings)" in format_plan(plan)
+    assert "x · eval (fixed sizes only, see Warnings)" in format_plan(plan)
     assert plan.warnings[0].startswith(
         "the graph holds for these sizes only: sequence 12; other sizes are captured when they come"
     )

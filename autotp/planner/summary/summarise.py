@@ -79,7 +79,7 @@ class _Summary:
         call, solution = self.call, self.found.solution
         parameters = self._parameters()
         total = sum(p.bytes for p in parameters.values())
-        held = sum(p.whole_bytes for p in parameters.values())
+        held = sum(p.replicated_bytes for p in parameters.values())
         fraction = held / total if total else 0.0
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
