@@ -14,10 +14,13 @@ __all__ = [
     "TORCH",
     "SourceLine",
     "Value",
+    "argument",
+    "expression_of",
     "module_path",
     "module_paths",
     "op_name",
     "results_of",
+    "sizes_text",
     "source_line",
     "source_of",
 ]
@@ -69,6 +72,31 @@ def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
         items = cast("Sequence[object]", val)
         return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
     return {}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The value of the argument called `name`, its default if it is not given."""
+    schema: Any = getattr(node.target, "_schema", None)
+    for at, known in enumerate(schema.arguments if schema else ()):
+        if known.name == name:
+            default = known.default_value
+            return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
+    return None
+
+
+def expression_of(size: Any) -> Any:
+    """The sympy expression of a symbolic size; a plain number as it is."""
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node.expr if symbolic else size
+
+
+def sizes_text(node: fx.Node) -> list[str]:
+    """The sizes of the tensor that a node makes, as text: symbols compare by form, and no guard on
+    them arises.
+
+    Example: `["s0", "8"]`.
+    """
+    return [str(size) for size in node.meta["val"].shape]
 
 
 def op_name(target: object) -> str:

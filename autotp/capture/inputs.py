@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
 from autotp.capture.program import KEPT, WORDS, Program, broken_guard, named_leaves
+from autotp.capture.source_model import device_of
 from autotp.errors import CaptureError, PlanError
 
 __all__ = ["Axes", "accepted", "data_axes", "example_inputs", "made_up", "positions", "traced_at"]
@@ -356,20 +357,16 @@ class _Examples:
 
     def _integers(self, shape: tuple[int, ...], below: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, below, shape, generator=generator).to(_device(self.model))
+        return torch.randint(0, below, shape, generator=generator).to(device_of(self.model))
 
     def _reals(self, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        return torch.randn(shape, generator=generator).to(_device(self.model), dtype)
+        return torch.randn(shape, generator=generator).to(device_of(self.model), dtype)
 
 
 def _config(model: nn.Module) -> object:
     return getattr(model, "config", None)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 SHORT, LONGER = 8, 12

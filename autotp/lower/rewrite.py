@@ -22,7 +22,7 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, module_path, module_paths, source_of
+from autotp.capture.graph_facts import Value, expression_of, module_path, module_paths, source_of
 from autotp.cost.conversions import Delivered
 from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
@@ -348,7 +348,7 @@ class _Writer:
         shape: list[Any] = list(meta.shape)
         for step in self._cut_apart(placement, dims):
             shape[step.dim] = self._local_size(shape[step.dim], self._split(dims, step))
-        key = (meta.dtype, tuple(n if type(n) is int else n.node.expr for n in shape))
+        key = (meta.dtype, tuple(expression_of(n) for n in shape))
         found = self.locals.get(key)
         if found is None:
             found = self.locals[key] = meta.new_empty(shape)

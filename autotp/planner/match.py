@@ -143,12 +143,14 @@ class _Finder:
             operands = {s for s, _ in factor.slots if s >= 0}
             weights = all(use.operands[s].value in self.analysis.weights for s in operands)
             if factor.kind == "pass" and k in operands and weights:
-                yield from dict.fromkeys(a for a in self.forest.leaves(factor.dim) if _splits(a))
+                yield from dict.fromkeys(
+                    a for a in self.forest.leaves(factor.dim) if a.may_be_split
+                )
 
     def _table_axes(self, use: Use, k: int) -> Iterable[Atom]:
         for factor in use.rule.factors:
             if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
-                yield from (a for a in self.forest.leaves(factor.dim) if _splits(a))
+                yield from (a for a in self.forest.leaves(factor.dim) if a.may_be_split)
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────
 
@@ -220,7 +222,7 @@ class _Finder:
     def _together(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
         """Static axes that share a dim of operand `k`: factors of one head dim."""
         dims = use.operands[k].dims
-        groups = [tuple(a for a in self.forest.leaves(d) if _splits(a)) for d in dims]
+        groups = [tuple(a for a in self.forest.leaves(d) if a.may_be_split) for d in dims]
         return [g for g in groups if len(g) > 1]
 
     def _parameters(self, value: Value) -> tuple[str, ...]:
@@ -366,7 +368,7 @@ class _Finder:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
         if name in self.tables - self.heads:  # a tied table follows its head
-            return tuple(dict.fromkeys(a for a in leaves if _splits(a)))
+            return tuple(dict.fromkeys(a for a in leaves if a.may_be_split))
         return tuple(a for a in pair.axes if a in leaves)
 
 
@@ -375,10 +377,6 @@ def _joins(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
     return all(
         any(pair in beside.get(n, ()) for n in names) for names in (pair.openers, pair.closers)
     )
-
-
-def _splits(atom: Atom) -> bool:
-    return atom.size.static is not None and atom.size.coefficient > 1 and not atom.data
 
 
 def _extend(names: list[str], more: Iterable[str]) -> None:

@@ -22,7 +22,7 @@ def offered(analysis: Analysis, matching: Matching, tp: int) -> Offers:
         return Offers()
     axes = {a for pair in matching.pairs for a in pair.axes} | set(_rows(analysis))
     axes |= {*matching.experts.values()}
-    uneven = frozenset(a.name for a in axes if _units(a) >= tp and _units(a) % tp)
+    uneven = frozenset(a.name for a in axes if a.units >= tp and a.units % tp)
     factors = [factored(pair, tp) for pair in matching.pairs]
     joint = [*(p for p in factors if p), *_side_by_side(analysis, matching, tp)]
     return Offers(uneven, tuple(dict.fromkeys(joint)))
@@ -41,22 +41,18 @@ def factored(pair: AxisPair, tp: int) -> Partition | None:
 
     Of all n1 * n2 the one with the fewest heads on the fullest rank, then the fewest copies.
     """
-    if len(pair.axes) != 2 or not 1 < _units(pair.axes[0]) < tp:
+    if len(pair.axes) != 2 or not 1 < pair.axes[0].units < tp:
         return None
     first, second = pair.axes
     ways = [
-        (-(-_units(first) // n) * -(-_units(second) // (tp // n)), -n)
-        for n in range(2, _units(first) + 1)
-        if tp % n == 0 and tp // n <= _units(second)
+        (-(-first.units // n) * -(-second.units // (tp // n)), -n)
+        for n in range(2, first.units + 1)
+        if tp % n == 0 and tp // n <= second.units
     ]
     if not ways:
         return None
     n = -min(ways)[1]
     return Partition((Part(first.name, n, tp // n), Part(second.name, tp // n, 1)))
-
-
-def _units(axis: Atom) -> int:
-    return axis.size.static or 0
 
 
 def _side_by_side(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
@@ -87,7 +83,7 @@ def _filled(analysis: Analysis, section: Dim, tp: int) -> Partition | None:
 
 
 def _divides(axis: Atom, tp: int) -> bool:
-    return _units(axis) > 0 and _units(axis) % tp == 0
+    return axis.units > 0 and axis.units % tp == 0
 
 
 def _sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:
@@ -104,7 +100,7 @@ def _pairs(analysis: Analysis, section: Dim, of_axis: dict[Atom, AxisPair]) -> I
 
 def _cut(pair: AxisPair, tp: int) -> Partition | None:
     """How the pair is cut on its own: along its first axis that has a unit for every rank."""
-    fitting = [a for a in pair.axes if _units(a) >= tp]
+    fitting = [a for a in pair.axes if a.units >= tp]
     if fitting:
         return Partition((Part(fitting[0].name),))
     return factored(pair, tp)

@@ -9,12 +9,11 @@ positions in a dim), `sorted` (of a result in ascending order), `counts` and `su
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
-from autotp.capture.graph_facts import source_of
+from autotp.capture.graph_facts import argument, source_of
 from autotp.oprules.rule import Row
 
 __all__ = ["Orders"]
@@ -84,14 +83,3 @@ def _covers(node: fx.Node, groups: int) -> bool:
     """Whether a node counts the positions from 0 to `groups` - 1, each on its own."""
     given = tuple(argument(node, name) for name in ("bins", "min", "max"))
     return given == (groups, 0, groups - 1)
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """The value of the argument called `name`, its default if it is not given."""
-    schema: Any = getattr(node.target, "_schema", None)
-    for at, known in enumerate(schema.arguments if schema else ()):
-        if known.name == name:
-            return (
-                node.args[at] if at < len(node.args) else node.kwargs.get(name, known.default_value)
-            )
-    return None

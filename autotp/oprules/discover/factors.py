@@ -14,9 +14,8 @@ from itertools import combinations, product
 from typing import Literal, TypeAlias, TypeVar
 
 from autotp.algebra.size import Size
-from autotp.oprules.discover.call import Opaque, Values
+from autotp.oprules.discover.call import Opaque, Values, size_of
 from autotp.oprules.discover.joins import Cut, Joined, Sharing, is_linear, parts_of
-from autotp.oprules.discover.sizes import size_of
 from autotp.oprules.discover.trial import TooDearError, Trial
 from autotp.oprules.rule import Slot
 
