@@ -20,7 +20,7 @@ import autotp.runtime.ops.library as _ops
 from autotp.capture.source_model import check_values, device_of
 from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import PlanError
-from autotp.model_source import load
+from autotp.model_source import load_model
 from autotp.options import (
     Keywords,
     Request,
@@ -32,7 +32,7 @@ from autotp.options import (
 )
 from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
-from autotp.records.replication import much_whole
+from autotp.records.replication import describe_excess_replication
 from autotp.records.trace import Trace
 from autotp.report.graph_json import graph_json
 from autotp.runtime.group.agreement import agree, agree_weights
@@ -41,9 +41,9 @@ from autotp.runtime.group.exchange import as_one
 from autotp.runtime.group.failures import waiting
 from autotp.runtime.group.process_group import Group, exists, meet, resolve
 from autotp.runtime.model import ShardedModel
-from autotp.solver.iopddl import solution_json, to_iopddl
-from autotp.verification import prove
-from autotp.verification.phases import of_all_calls, with_values
+from autotp.solver.iopddl import solution_to_json, to_iopddl
+from autotp.verification import compare_ranks
+from autotp.verification.phases import fill_inputs, merge_evidence
 from autotp.verification.rules.check import require_valid_rules
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
@@ -98,7 +98,7 @@ def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     request = _read_verified(**options)
     if not isinstance(model, nn.Module) and request.training is None:
         request = replace(request, training=False)
-    return ModelCompiler.of(load(model), request).compile(tp, "tp").plan
+    return ModelCompiler.of(load_model(model), request).compile(tp, "tp").plan
 
 
 def parallelize(
@@ -136,7 +136,7 @@ def parallelize(
     check_module(model, "parallelize")
     check_rank(rank)
     own = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
-    compiler, compiled = compile_on_all_ranks(own, model, **options)
+    compiler, compiled = compile_on_all_ranks(own, model, debug=debug, **options)
     tensors = (*compiler.whole.parameters.items(), *compiler.whole.buffers.items())
     agree_weights(own, tensors, "the unsharded weights")
     return attach_group_monitor(compiler.build(compiled, own), debug=debug)
@@ -153,16 +153,20 @@ def attach_group_monitor(model: ShardedModel, *, debug: bool) -> ShardedModel:
 
 
 def compile_on_all_ranks(
-    group: Group, model: nn.Module, **options: Unpack[Keywords]
+    group: Group, model: nn.Module, *, debug: bool = False, **options: Unpack[Keywords]
 ) -> tuple[ModelCompiler, CompiledVariant]:
-    """Compile `model` for a group; every rank must call it, and all have the same plan."""
+    """Compile `model` for a group; every rank must call it, and all have the same plan.
+
+    `debug`: check what each stage makes.
+    """
     with as_one(group, "planning"):  # a rank that fails would leave the others waiting
-        compiler = ModelCompiler.of(model, _read_verified(**options))
+        request = replace(_read_verified(**options), check_stages=debug)
+        compiler = ModelCompiler.of(model, request)
         compiled = compiler.compile(group.size, group.name)
     agree(group, compiled.plan.hash, "the plan")
     with waiting(group.name, "making sub-groups for gradients"):
         meet(group, compiled.plan)
-    excess = much_whole(compiled.plan.parameters, group.size)
+    excess = describe_excess_replication(compiled.plan.parameters, group.size)
     if excess and (group.rank == 0 or not exists(group.name)):
         warnings.warn(f"{compiler.whole.name}: {excess}", stacklevel=3)
     return compiler, compiled
@@ -212,10 +216,10 @@ def verify(
         check_values(name, tensor, torch.device("cpu"))
     ranks = [compiler.build(compiled, Group("tp", tp, r, device_of(model))) for r in range(tp)]
     found = [
-        prove(
+        compare_ranks(
             model,
             ranks,
-            with_values(call.inputs, seed),
+            fill_inputs(call.inputs, seed),
             variant.plan,
             Trace(variant.rewritten.values),
             program=call.program,
@@ -227,7 +231,7 @@ def verify(
             (compiler, *compiler.later), (compiled, *compiled.later), strict=True
         )
     ]
-    evidence = of_all_calls(found, [phase.name for phase in compiled.plan.phases])
+    evidence = merge_evidence(found, [phase.name for phase in compiled.plan.phases])
     return replace(evidence, notes=(*evidence.notes, *compiled.plan.warnings))
 
 
@@ -246,7 +250,7 @@ def dry_run(
         "graph.py": ShardedModel.code(sharded),
         "graph.json": json.dumps(graph_json(rewritten.graph, rewritten.values), indent=1) + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
-        "solution.json": json.dumps(solution_json(compiled.problem, compiled.solution)) + "\n",
+        "solution.json": json.dumps(solution_to_json(compiled.problem, compiled.solution)) + "\n",
     }
 
 

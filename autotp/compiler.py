@@ -7,7 +7,7 @@ number of ranks and run once. Calls that are planned together (a prefill and its
 formulated each, and solved as one problem.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,11 +21,12 @@ from autotp.capture.clean import retarget
 from autotp.capture.generation_calls import Calls
 from autotp.capture.heap import give_back
 from autotp.capture.inputs import example_inputs, made_up
+from autotp.capture.postconditions import find_program_faults
 from autotp.capture.program import Program, tensor_leaves
 from autotp.capture.sizes import Pricing, data_sizes
 from autotp.capture.source_model import device_of, is_meta, skeleton, valueless, whole_of
 from autotp.checkpoint.gather import GroupStore
-from autotp.checkpoint.quantized import refuse_model
+from autotp.checkpoint.quantized import refuse_quantised_model
 from autotp.dtypes import check_sums
 from autotp.errors import PlanError
 from autotp.lower.check import check
@@ -36,27 +37,37 @@ from autotp.lower.shared_heads import with_shared_heads
 from autotp.lower.unmask import unmasked
 from autotp.options import Request
 from autotp.planner.analysis import Decision
-from autotp.planner.constraints import as_overridden, as_planned, followed
+from autotp.planner.constraints import (
+    check_followed_plan,
+    constrain_to_overrides,
+    constrain_to_plan,
+)
 from autotp.planner.formulate import PlacementProblem, formulate, interpret_solution
 from autotp.planner.formulate_phases import PlannedPhase, formulate_phases
 from autotp.planner.match import match
-from autotp.planner.offers import offered
+from autotp.planner.offers import find_offers
+from autotp.planner.postconditions import (
+    find_analysis_faults,
+    find_matching_faults,
+    find_problem_faults,
+)
 from autotp.planner.propagate import propagate
 from autotp.planner.summary.findings import Call, Findings
-from autotp.planner.summary.phases import with_phases
+from autotp.planner.summary.phases import add_phases
 from autotp.planner.summary.summarise import summarise
 from autotp.planner.terms import Constraint, Terms
 from autotp.records.plan import CacheRecord, Plan
-from autotp.records.replication import much_whole
+from autotp.records.replication import describe_excess_replication
 from autotp.runtime.group.process_group import Group, exists, is_real
 from autotp.runtime.layered_graph import ConditionalGraph, LayeredGraph
 from autotp.runtime.model import ShardedModel, add_variant
 from autotp.runtime.module_tree import build_tree, refuse_sharded
 from autotp.runtime.shards import cut
 from autotp.runtime.variant import Signature, key_of, mode_of
-from autotp.solver.joint import parted
+from autotp.solver.joint import split_solution
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
+from autotp.stage_check import Stage, check_stage, is_switched_on
 
 __all__ = ["CompiledVariant", "ModelCompiler"]
 
@@ -120,7 +131,7 @@ class ModelCompiler:
         calls: int = 1,
     ) -> None:
         refuse_sharded(model)
-        refuse_model(model)
+        refuse_quantised_model(model)
         self.model, self.request = model, request
         self.caches, self.calls = caches or {}, calls
         self.training = model.training if request.training is None else request.training
@@ -133,6 +144,7 @@ class ModelCompiler:
             given, self.program = made_up(model, self.training, self._capture)
         else:
             self.program = self._capture(given)
+        self._check_stage("capture", find_program_faults(self.program, self._tensors()))
         self.inputs = Signature.of(model).spelled(stated(given))
         self.analysis = propagate(
             self.program,
@@ -141,7 +153,9 @@ class ModelCompiler:
             strict=request.strict,
             gradients=self.training,
         )
+        self._check_stage("propagate", find_analysis_faults(self.analysis, request.rules))
         self.matching = match(self.analysis, request.rules)
+        self._check_stage("match", find_matching_faults(self.analysis, self.matching))
         self.pricing = Pricing(self.program, tensor_leaves(self.inputs), request.reduce_dtype)
 
     @staticmethod
@@ -159,12 +173,12 @@ class ModelCompiler:
             [PlannedPhase(c.analysis, p, c.calls) for c, p in zip(compilers, posed, strict=True)]
         )
         solution = solve(problem)
-        parts = zip(compilers, posed, parted(phases, solution), strict=True)
+        parts = zip(compilers, posed, split_solution(phases, solution), strict=True)
         own, *others = [(c, p, part) for c, p, part in parts]
         first = own[0].lower(*own[1:], tp, group)
         later = [c.lower(p, part, tp, group, first.plan) for c, p, part in others]
-        plan = with_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
-        if self.request.strict and (excess := much_whole(plan.parameters, tp)):
+        plan = add_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
+        if self.request.strict and (excess := describe_excess_replication(plan.parameters, tp)):
             raise PlanError(f"{self.whole.name}: strict=True, and {excess}. {_LESS_REPLICATED}")
         return replace(first, plan=plan, problem=problem, solution=solution, later=tuple(later))
 
@@ -178,10 +192,12 @@ class ModelCompiler:
             summed=self.pricing.summed,
             allowed=self._constraints(tp),
             everything=everything,
-            offers=offered(self.analysis, self.matching, tp),
+            offers=find_offers(self.analysis, self.matching, tp),
             caches=self.caches,
         )
-        return formulate(self.analysis, self.matching, terms)
+        problem = formulate(self.analysis, self.matching, terms)
+        self._check_stage("formulate", find_problem_faults(self.analysis, problem))
+        return problem
 
     def lower(
         self,
@@ -271,12 +287,22 @@ class ModelCompiler:
             return capture(bare, valueless(inputs, cpu), gradients=self.training)
         return capture(self.model, inputs, gradients=self.training)
 
+    def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
+        if self.request.check_stages or is_switched_on():
+            check_stage(stage, self.whole.name, faults)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Give the parameters and buffers that the graph may read, by name."""
+        return dict((*self.model.named_parameters(), *self.model.named_buffers()))
+
     def _constraints(self, tp: int) -> Mapping[str, Constraint]:
         """Give what a plan to follow, or overrides, leave to each parameter."""
         if self.request.plan is not None:
-            plan = followed(self.request.plan, self.whole, tp, training=self.training)
-            return as_planned(plan, self.analysis)
-        return as_overridden(self.request.overrides, self.whole, self.analysis, self.matching, tp)
+            plan = check_followed_plan(self.request.plan, self.whole, tp, training=self.training)
+            return constrain_to_plan(plan, self.analysis)
+        return constrain_to_overrides(
+            self.request.overrides, self.whole, self.analysis, self.matching, tp
+        )
 
 
 def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:

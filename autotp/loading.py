@@ -1,4 +1,4 @@
-"""From a directory to one rank's model: planned on meta, then filled with the rank's slices."""
+"""From a checkpoint to one rank's model: planned on meta, then filled with the rank's slices."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -13,15 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.api import attach_group_monitor, compile_on_all_ranks
 from autotp.capture.heap import give_back
 from autotp.checkpoint.directory import Checkpoint, read_json
-from autotp.checkpoint.empty_model import fill_buffers, hollow
-from autotp.checkpoint.load_map import incoming, mark_used
-from autotp.checkpoint.quantized import quantiser_of
-from autotp.checkpoint.read_shards import empty_shards, part, read_buffers, read_shards, untie
-from autotp.checkpoint.samples import samples
-from autotp.checkpoint.sharded_directory import PLAN, Manifest, check_parts, is_sharded, part_of
-from autotp.checkpoint.stored_tensor import Stored
+from autotp.checkpoint.empty_model import build_empty_model, fill_buffers
+from autotp.checkpoint.load_map import map_checkpoint, mark_used_conversions
+from autotp.checkpoint.quantized import find_quantiser
+from autotp.checkpoint.read_shards import (
+    allocate_shards,
+    read_buffers,
+    read_shards,
+    untie_differing,
+    untie_parameters,
+)
+from autotp.checkpoint.samples import sample_tensors
+from autotp.checkpoint.sharded_directory import (
+    PLAN,
+    Manifest,
+    check_shards,
+    is_sharded,
+    open_rank_file,
+)
+from autotp.checkpoint.stored_tensor import StoredTensor
 from autotp.errors import PlanError, WeightsError
-from autotp.model_source import config_fields
+from autotp.model_source import read_config_fields
 from autotp.options import Keywords, check_rank, read_request
 from autotp.records.plan import Plan
 from autotp.runtime.group.agreement import agree_weights
@@ -29,27 +41,27 @@ from autotp.runtime.group.exchange import as_one, texts
 from autotp.runtime.group.process_group import Group, resolve
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["from_pretrained", "opened", "prepared", "stored_dtype"]
+__all__ = ["from_pretrained", "open_checkpoint", "prepare_tensors", "find_stored_dtype"]
 
 
 _ADAPTER: Final = "adapter_config.json"
-_NO_HUB: Final = "Nothing is downloaded: give a directory, such as hf download leaves."
-_ALL: Final = "Leave it out: each rank's slices go straight into its parameters."
-_NO_VALUES: Final = "Leave it out: what is missing or does not fit is an error."
+_NO_HUB: Final = "Nothing is downloaded: give a directory, such as hf download writes."
+_ALL: Final = "Leave it out: each rank reads its slices directly into its parameters."
+_NO_VALUES: Final = "Leave it out: a tensor that is missing or does not fit is an error."
 _INSTEAD: Final[Mapping[str, str]] = {
     "torch_dtype": "Write dtype=.",
     "device_map": "Write device=, or leave it out: ranks choose their own.",
-    "tp_plan": "Leave it out: the plan is found; overrides= changes it.",
+    "tp_plan": "Leave it out: autotp finds the plan; overrides= changes it.",
     "tp_size": "Write tp=.",
     "device_mesh": "Write mesh=.",
     "subfolder": 'Give the directory itself: Path(directory, "subfolder").',
-    "variant": "Put the files wanted alone into a directory, without the variant in their names.",
-    "use_safetensors": "Leave it out: safetensors are read where they are.",
-    "weights_only": "Leave it out: nothing else is read.",
-    "quantization_config": "Weights are not quantised here; dequantize=True undoes a quantisation.",
-    "config": "Write what it says into the directory's config.json.",
-    "state_dict": "Load it into the whole model and call parallelize().",
-    "adapter_kwargs": "Merge adapters before: merge_and_unload().",
+    "variant": "Put only these files into a directory, without the variant in their names.",
+    "use_safetensors": "Leave it out: safetensors files are read if there are any.",
+    "weights_only": "Leave it out: files are always read with weights_only.",
+    "quantization_config": "Weights are not quantised here; dequantize=True dequantises them.",
+    "config": "Write its fields into the directory's config.json.",
+    "state_dict": "Load it into the unsharded model and call parallelize().",
+    "adapter_kwargs": "Merge adapters first: merge_and_unload().",
     "low_cpu_mem_usage": _ALL,
     "max_memory": _ALL,
     "offload_folder": _ALL,
@@ -62,8 +74,8 @@ _INSTEAD: Final[Mapping[str, str]] = {
 }
 
 
-class _Ways(TypedDict):
-    """How a model's class is found and built."""
+class _ModelOptions(TypedDict):
+    """How the class of a model is found, and the model built."""
 
     attn_implementation: str | None
     trust_remote_code: bool
@@ -88,186 +100,204 @@ def from_pretrained(
     dequantize: bool = False,
     **options: Unpack[Keywords],
 ) -> ShardedModel:
-    """One rank's part of the model saved in `directory`, ready to call.
+    """Build this rank's shard of the model saved in `directory`, ready to call.
 
-        model = autotp.from_pretrained("my-model", tp=2)  # in each process that torchrun starts
+        # in each process that `torchrun --nproc-per-node 2 script.py` starts
+        sharded = autotp.from_pretrained("my-model", tp=2)
+        logits = sharded(input_ids=ids).logits  # (batch, sequence, vocabulary), on every rank
 
-    The model is planned before any weight is read; then each rank reads its own slices, once.
+    The model is planned before any weight is read. Then each rank reads only its own slices, in
+    blocks of 1 MB.
 
-    - `directory`: with config.json and safetensors files (or pytorch_model.bin), or what `autotp
-      shard` wrote for this tp.
+    - `directory`: with config.json and safetensors files (or pytorch_model.bin), or one that
+      `autotp shard` wrote for this tp.
     - `tp`, `mesh`, `group`, `rank`, `timeout`, `debug`: as for `parallelize`.
-    - `dtype`: of the parameters; None: as the configuration says, or as stored.
-    - `device`: where the parameters go; None: where the group's tensors belong.
+    - `dtype`: of the parameters; None: that of the configuration, or else of the files.
+    - `device`: of the parameters; None: the device of the group's backend.
     - `attn_implementation`, `trust_remote_code`, `revision`: as in Transformers.
-    - `allow_extra`: tensors that the model does not know are left unread, and are no error.
-    - `dequantize`: quantised weights become plain ones of `dtype` while they are read.
-    - Further keywords: as for `plan`; `training` is off unless asked for.
+    - `allow_extra`: ignore tensors that are unknown to the model.
+    - `dequantize`: dequantise quantised weights to `dtype` while they are read.
+    - All other keywords: as for `plan`; `training` is off by default.
 
-    Raises on every rank, as `plan` does; and WeightsError, with tensor and file, for weights that
-    are missing, unknown, cut short, of another shape or kind, quantised, or NaN.
+    Raises on every rank what `parallelize` raises, and WeightsError, with the tensor and the file,
+    for weights that are missing, unknown, truncated, of another shape or kind of dtype, quantised,
+    or NaN.
     """
     check_rank(rank)
     here = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
     with as_one(here, "checking the options"):
         _check_keywords(options)
-        where = here if device is None else _place(here, device)
+        where = here if device is None else _place_on(here, device)
     path = Path(directory)
-    ways: _Ways = {
+    ways: _ModelOptions = {
         "attn_implementation": attn_implementation,
         "trust_remote_code": trust_remote_code,
         "revision": revision,
     }
     options.setdefault("training", False)
-    _agree_kind(path, where)
+    _check_same_kind(path, where)
     if is_sharded(path):
-        return attach_group_monitor(_from_parts(path, where, dtype, ways, options), debug=debug)
+        return attach_group_monitor(
+            _load_sharded(path, where, dtype, ways, debug, options), debug=debug
+        )
     with as_one(where, "opening the checkpoint"):
-        checkpoint, quantiser = opened(path, dequantize=dequantize)
+        checkpoint, quantiser = open_checkpoint(path, dequantize=dequantize)
     with checkpoint:
         with as_one(where, "building the model"):
-            model = hollow(path, dtype=dtype, otherwise=stored_dtype(checkpoint), **ways)
-            tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
-        agree_weights(where, samples(checkpoint.tensors), "samples of the checkpoint")
-        sharded = _empty(where, model, **options)
+            model = build_empty_model(
+                path, dtype=dtype, otherwise=find_stored_dtype(checkpoint), **ways
+            )
+            tensors = prepare_tensors(
+                model, checkpoint, allow_extra=allow_extra, quantiser=quantiser
+            )
+        agree_weights(where, sample_tensors(checkpoint.tensors), "samples of the checkpoint")
+        sharded = _build_empty(where, model, debug, **options)
         give_back()
         with as_one(where, "reading weights"):
             read_shards(sharded, tensors, where)
-    _agree_whole(sharded, where)
+    _check_replicated(sharded, where)
     return attach_group_monitor(sharded, debug=debug)
 
 
-def _agree_kind(path: Path, where: Group) -> None:
-    """Raises WeightsError on every rank if some were given a cut checkpoint, and others a whole."""
-    kinds = texts(where, "cut" if is_sharded(path) else "whole", "opening the checkpoint")
+def _check_same_kind(path: Path, where: Group) -> None:
+    """Raise WeightsError on every rank if some have a sharded checkpoint and others a plain one."""
+    kinds = texts(where, "sharded" if is_sharded(path) else "plain", "opening the checkpoint")
     if len(set(kinds)) > 1:
-        cut = [rank for rank, kind in enumerate(kinds) if kind == "cut"]
+        sharded = [rank for rank, kind in enumerate(kinds) if kind == "sharded"]
         raise WeightsError(
-            f"the checkpoint is not of one kind on all {len(kinds)} ranks: ranks {cut} were given "
-            "a directory that autotp shard wrote, the others a whole one. Give every rank the same "
-            "directory."
+            f"the checkpoint is not of one kind on all {len(kinds)} ranks: ranks {sharded} were "
+            "given a directory that autotp shard wrote, the others a plain one. Give every rank "
+            "the same directory."
         )
 
 
-def _agree_whole(model: ShardedModel, where: Group) -> None:
-    """Raises WeightsError on every rank unless all hold the same of what none holds a part of."""
+def _check_replicated(model: ShardedModel, where: Group) -> None:
+    """Raise WeightsError on every rank unless replicated tensors are the same on all ranks."""
     records = model.sharded_state.plan.parameters
-    parts = {name for name, record in records.items() if record.dim is not None}
-    whole = (*model.named_parameters(), *model.named_buffers())
-    held = ((name, tensor) for name, tensor in whole if name not in parts)
-    agree_weights(where, held, "what every rank holds whole")
+    sharded = {name for name, record in records.items() if record.dim is not None}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    replicated = ((name, tensor) for name, tensor in tensors if name not in sharded)
+    agree_weights(where, replicated, "the replicated weights")
 
 
-def _from_parts(
-    path: Path, where: Group, dtype: torch.dtype | str | None, ways: _Ways, options: Keywords
+def _load_sharded(
+    path: Path,
+    where: Group,
+    dtype: torch.dtype | str | None,
+    ways: _ModelOptions,
+    debug: bool,
+    options: Keywords,
 ) -> ShardedModel:
-    """One rank's model from the file that `autotp shard` wrote for it."""
+    """Build one rank's model from the file that `autotp shard` wrote for it."""
     with as_one(where, "opening the checkpoint"):
-        checkpoint, manifest = part_of(path, where.size, where.rank), Manifest.read(path)
-        _check_own(path, options, dtype, manifest)
+        checkpoint, manifest = open_rank_file(path, where.size, where.rank), Manifest.read(path)
+        _check_sharded_options(path, options, dtype, manifest)
         options["plan"] = Plan.from_json(path / PLAN)
     with checkpoint:
         with as_one(where, "building the model"):
-            model = hollow(path, dtype=manifest.torch_dtype(), **ways)
-            part(model, list(manifest.untied))
-            mark_used(model, manifest.keys)
+            model = build_empty_model(path, dtype=manifest.torch_dtype, **ways)
+            untie_parameters(model, list(manifest.untied))
+            mark_used_conversions(model, manifest.keys)
             fill_buffers(model, read_buffers(model, checkpoint.tensors))
-        sharded = _empty(where, model, **options)
+        sharded = _build_empty(where, model, debug, **options)
         give_back()
         with as_one(where, "reading weights"):
-            check_parts(sharded.sharded_state.plan, checkpoint, where.rank)
+            check_shards(sharded.sharded_state.plan, checkpoint, where.rank)
             read_shards(sharded, checkpoint.tensors, where, local=True)
-    _agree_whole(sharded, where)
+    _check_replicated(sharded, where)
     return sharded
 
 
-def _check_own(
+def _check_sharded_options(
     path: Path, options: Keywords, dtype: torch.dtype | str | None, manifest: Manifest
 ) -> None:
-    """Refuses what would need another cut than the one in a directory."""
-    if dtype not in (None, "auto", manifest.dtype, manifest.torch_dtype()):
+    """Raise PlanError for options that need other shards than those in a directory."""
+    if dtype not in (None, "auto", manifest.dtype, manifest.torch_dtype):
         raise PlanError(
-            f"{path}: was cut in {manifest.dtype}, and dtype is {dtype!r}. Leave it out, or cut "
-            "the checkpoint again with that dtype."
+            f"{path}: was sharded in {manifest.dtype}, but dtype is {dtype!r}. Leave dtype out, or "
+            "shard the checkpoint again with that dtype."
         )
     for name in ("plan", "overrides"):
         if options.get(name):
             raise PlanError(
-                f"{path}: was cut by the plan in it, and {name}= asks for another. Load the "
-                "checkpoint that it was cut from, or leave the option out."
+                f"{path}: was sharded by the plan in it, but {name}= requests another. Load the "
+                "original checkpoint, or leave the option out."
             )
 
 
-def opened(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, Any]:
-    """The checkpoint in a directory, whose configuration was checked, and its quantiser, if any."""
+def open_checkpoint(directory: Path, *, dequantize: bool = False) -> tuple[Checkpoint, Any]:
+    """Open the checkpoint in a directory after checking its configuration; with its quantiser."""
     if not directory.is_dir():
         raise PlanError(
-            f"{directory}: is no directory. Give one with config.json and weights; a model of the "
-            f"hub is downloaded first: hf download {directory} --local-dir DIRECTORY."
+            f"{directory}: is not a directory. Give one with config.json and weights; download a "
+            f"model of the hub first: hf download {directory} --local-dir DIRECTORY."
         )
     _refuse_adapter(directory)
-    fields = config_fields(directory)
-    quantiser = quantiser_of(directory, fields, dequantise=dequantize)
+    fields = read_config_fields(directory)
+    quantiser = find_quantiser(directory, fields, dequantise=dequantize)
     return Checkpoint.open(directory, fields.get("transformers_weights")), quantiser
 
 
 def _refuse_adapter(directory: Path) -> None:
-    """Refuses a directory with an adapter, which Transformers would put on the model."""
+    """Raise PlanError for a directory with an adapter, which Transformers would apply."""
     if (directory / _ADAPTER).is_file():
         found: object = read_json(directory / _ADAPTER, "Restore the adapter's own configuration.")
-        told = cast("dict[str, object]", found) if isinstance(found, dict) else {}
+        fields = cast("dict[str, object]", found) if isinstance(found, dict) else {}
         raise PlanError(
-            f"{directory}: holds an adapter ({_ADAPTER}, for "
-            f"{told.get('base_model_name_or_path') or 'the model beside it'}), of which 0 weights "
-            "would be read. Load it with peft, call merge_and_unload(), save the whole model with "
-            f"save_pretrained and load that; or remove {_ADAPTER} to load the model without it."
+            f"{directory}: has an adapter ({_ADAPTER}, for "
+            f"{fields.get('base_model_name_or_path') or 'the model in the same directory'}), none "
+            "of whose weights would be read. Load it with peft, call merge_and_unload(), save the "
+            f"model with save_pretrained and load that; or remove {_ADAPTER} to load the model "
+            "without it."
         )
 
 
-def _place(where: Group, device: torch.device | str) -> Group:
-    """The group's rank with its parameters on `device`; PlanError where nothing can be there."""
+def _place_on(where: Group, device: torch.device | str) -> Group:
+    """Place the group's parameters on `device`; PlanError if tensors cannot be there."""
     try:
-        place = torch.device(device)
-        torch.empty(1, device=place).cpu()
+        wanted = torch.device(device)
+        torch.empty(1, device=wanted).cpu()
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise PlanError(
-            f"device is {device!r}: weights cannot be put there: {reason}. Give one such as 'cpu' "
-            "or 'cuda:0', or None for where the group's tensors belong."
+            f"device={device!r}: weights cannot be placed there: {reason}. Give a device such as "
+            "'cpu' or 'cuda:0', or None for that of the group's backend."
         ) from error
-    return Group(where.name, where.size, where.rank, place)
+    return Group(where.name, where.size, where.rank, wanted)
 
 
 def _check_keywords(options: Keywords) -> None:
-    """Refuses keywords that Transformers knows and this does not, with what takes their place."""
+    """Raise PlanError for keywords of Transformers that autotp does not have, with the reason."""
     for name in options:
         if name in _INSTEAD:
-            raise PlanError(f"option {name!r}: is Transformers' own. {_INSTEAD[name]}")
+            raise PlanError(f"option {name!r}: only Transformers has it. {_INSTEAD[name]}")
     read_request(**options)
 
 
-def prepared(
+def prepare_tensors(
     model: nn.Module,
     checkpoint: Checkpoint,
     *,
     allow_extra: bool = False,
     quantiser: Any = None,
-) -> dict[str, Stored]:
-    """What is read for each of the model's keys; its buffers get their values, ties are settled."""
-    found = incoming(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
-    untie(model, found.tensors)
-    fill_buffers(model, read_buffers(model, found.tensors))
-    return dict(found.tensors)
+) -> dict[str, StoredTensor]:
+    """Map the checkpoint to the model's keys, untie parameters that differ, and read buffers."""
+    load_map = map_checkpoint(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
+    untie_differing(model, load_map.tensors)
+    fill_buffers(model, read_buffers(model, load_map.tensors))
+    return dict(load_map.tensors)
 
 
-def _empty(where: Group, model: nn.Module, **options: Unpack[Keywords]) -> ShardedModel:
-    """One rank's model, whose parameters have memory, but no values yet."""
-    compiler, compiled = compile_on_all_ranks(where, model, **options)
-    shards = empty_shards(model, compiled.plan, where)
+def _build_empty(
+    where: Group, model: nn.Module, debug: bool, **options: Unpack[Keywords]
+) -> ShardedModel:
+    """Build one rank's model, whose parameters are allocated, but have no values yet."""
+    compiler, compiled = compile_on_all_ranks(where, model, debug=debug, **options)
+    shards = allocate_shards(model, compiled.plan, where)
     return compiler.build(compiled, where, shards=shards)
 
 
-def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of the first tensor that holds fractions, as Transformers takes it."""
+def find_stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Find the dtype of the first floating-point tensor, as Transformers does."""
     floating = (t.dtype for t in checkpoint.tensors.values() if t.dtype.is_floating_point)
     return next((dtype for dtype in floating if dtype.itemsize > 1), torch.float32)

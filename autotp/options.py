@@ -56,6 +56,7 @@ class Request:
     - `training`, `example_inputs`: None leaves the choice to the model.
     - `state_dtype`: a name, None for the parameters' own dtype. `reduce_dtype`: None for that of
       the values.
+    - `check_stages`: check the postcondition of every stage (`stage_check`); not a keyword.
     """
 
     example_inputs: Mapping[str, Any] | None
@@ -70,6 +71,7 @@ class Request:
     plan: Plan | None
     new_tokens: int
     rules: Rulebook
+    check_stages: bool = False
 
 
 def read_request(**given: Unpack[Keywords]) -> Request:

@@ -13,6 +13,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process its own core
+os.environ.setdefault("AUTOTP_CHECK_STAGES", "1")  # here, and in the processes that tests start
 
 TESTS = Path(__file__).parent
 GROUPS = {

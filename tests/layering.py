@@ -20,10 +20,10 @@ ROOMS = [
     "capture cost",
     "records solver",
     "algebra",
-    "model_source dtypes",
+    "model_source dtypes stage_check",
     "errors",
 ]
-LINES = 27_600  # what the package has at most: raise it by what you add, and say why
+LINES = 28_400  # what the package has at most: raise it by what you add, and say why
 
 # what the rooms of pure arithmetic and plain data do not import
 PURE = {"algebra", "records", "solver", "errors"}

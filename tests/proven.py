@@ -15,7 +15,7 @@ from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from tests import zoo
 from tests.models import build
 
@@ -50,7 +50,7 @@ class Captured:
         made = self.work.compile(tp, "tp")
         where = [Group("tp", tp, rank, torch.device("cpu")) for rank in range(tp)]
         ranks = [self.work.build(made, group) for group in where]
-        evidence = prove(
+        evidence = compare_ranks(
             self.model,
             ranks,
             self.work.inputs,

@@ -27,7 +27,7 @@ from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.solver.problem import Edge, Problem, Variable
 from autotp.solver.solve import solve
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from tests.models import FAMILIES, HAND, HandShape, build
 
 __all__ = [
@@ -208,7 +208,7 @@ def outcome(prepared: Prepared, case: Case) -> Outcome:
 def proved(prepared: Prepared, one: CompiledVariant, case: Case) -> Evidence:
     """The evidence of a rewritten plan, in float64."""
     where = [Group("tp", case.tp, rank, torch.device("cpu")) for rank in range(case.tp)]
-    return prove(
+    return compare_ranks(
         prepared.model,
         [prepared.work.build(one, group) for group in where],
         prepared.inputs,

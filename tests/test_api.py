@@ -16,6 +16,7 @@ import autotp
 from autotp.errors import WeightsError
 from tests import models
 from tests.models import build, randomize
+from tests.proven import Captured
 
 ONE = {"num_hidden_layers": 1}
 
@@ -35,6 +36,7 @@ def test_a_model_without_values_is_planned_and_shaped_but_not_verified() -> None
         autotp.verify(model, 3, example_inputs=inputs)
 
 
+@pytest.mark.slow
 def test_a_model_in_training_mode_is_planned_for_training_and_right() -> None:
     model, inputs = build("llama", **ONE)
     evidence = autotp.verify(model.train(), 3, example_inputs=inputs)
@@ -43,6 +45,7 @@ def test_a_model_in_training_mode_is_planned_for_training_and_right() -> None:
     assert set(dict(model.named_parameters())) == set(evidence.gradients)
 
 
+@pytest.mark.slow
 def test_a_model_that_draws_is_told_to_be_compared_in_eval_mode() -> None:
     model, inputs = build("bert", **ONE)
     drawing = autotp.verify(model.train(), 2, example_inputs=inputs, gradients=False)
@@ -94,20 +97,22 @@ class Stranger(PreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-@pytest.mark.parametrize("tp", [2, 5])
-def test_a_class_outside_the_library_is_cut_and_right(tp: int) -> None:
+@pytest.fixture(scope="module")
+def stranger() -> Captured:
     torch.manual_seed(0)
     model = Stranger(StrangerConfig()).eval()
     randomize(model, 0)
     words = torch.randint(0, 101, (2, 9))
-    inputs = {"input_ids": words, "labels": words}
-    plan = autotp.plan(model, tp, example_inputs=inputs, training=True)
-    evidence = autotp.verify(model, tp, example_inputs=inputs, training=True)
+    return Captured(model, {"input_ids": words, "labels": words})
+
+
+@pytest.mark.parametrize("tp", [2, 5])
+def test_a_class_outside_the_library_is_cut_and_right(stranger: Captured, tp: int) -> None:
+    plan = stranger.proven(tp)
     layouts = {
         n: p.layout for n, p in plan.parameters.items() if "weight" in n and p.dim is not None
     }
 
-    assert evidence.ok, evidence.first_divergence
     assert {"attention", "mlp", "vocabulary"} <= {pair.role for pair in plan.pairs if pair.split}
     assert ["column", "row", "column", "row", "vocabulary"] == [
         layouts[f"{n}.weight"] for n in ("spread", "close", "mix", "shut", "score")

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import nn
 
-from autotp.cli.random_weights import available_bytes, materialize, randomise
+from autotp.cli.random_weights import materialize, randomise, read_available_bytes
 from autotp.errors import PlanError, WeightsError
-from autotp.model_source import load, load_with_inputs, preset_names
+from autotp.model_source import list_presets, load_model, load_with_inputs
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +37,7 @@ def _directory(folder: Path, text: str) -> Path:
     [("gpt2", 0.124), ("llama-3.1-8b", 8.03), ("llama-3.1-70b", 70.6), ("llama-3.1-405b", 406)],
 )
 def test_presets_have_the_size_that_their_names_promise(name: str, billions: float) -> None:
-    model = load(name)
+    model = load_model(name)
     counted = sum(parameter.numel() for parameter in model.parameters()) / 1e9
 
     assert billions == pytest.approx(counted, rel=0.005)
@@ -46,11 +46,11 @@ def test_presets_have_the_size_that_their_names_promise(name: str, billions: flo
 
 
 def test_all_presets_are_tested() -> None:
-    assert ["gpt2", "llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"] == preset_names()
+    assert ["gpt2", "llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"] == list_presets()
 
 
 def test_a_directory_gives_its_model_in_its_dtype(tmp_path: Path) -> None:
-    model = load(_directory(tmp_path, json.dumps(TINY)))
+    model = load_model(_directory(tmp_path, json.dumps(TINY)))
 
     assert "LlamaForCausalLM" == type(model).__name__
     assert {torch.bfloat16} == {parameter.dtype for parameter in model.parameters()}
@@ -59,14 +59,14 @@ def test_a_directory_gives_its_model_in_its_dtype(tmp_path: Path) -> None:
 def test_a_module_is_returned_as_it_is() -> None:
     model = nn.Linear(2, 2)
 
-    assert load(model) is model
+    assert load_model(model) is model
 
 
 def test_a_configuration_gives_its_model(tmp_path: Path) -> None:
     fields = {k: v for k, v in TINY.items() if k != "model_type"}
     config = transformers.LlamaConfig(**fields)
 
-    assert "LlamaForCausalLM" == type(load(config)).__name__
+    assert "LlamaForCausalLM" == type(load_model(config)).__name__
 
 
 def test_factories_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_factories_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "a_factory.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    assert 3 == load("a_factory:plain").out_features
+    assert 3 == load_model("a_factory:plain").out_features
     assert {"x": 1} == load_with_inputs("a_factory:pair")[1]
     assert load_with_inputs("a_factory:plain")[1] is None
     for name, reason in {
@@ -86,7 +86,7 @@ def test_factories_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ":f": "Empty module name",
     }.items():
         with pytest.raises(PlanError, match=reason):
-            load(name)
+            load_model(name)
 
 
 @pytest.mark.parametrize(
@@ -103,36 +103,36 @@ def test_factories_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_broken_configuration_is_told_where(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason) as caught:
-        load(_directory(tmp_path, text))
+        load_model(_directory(tmp_path, text))
 
     assert str(tmp_path) in str(caught.value)
 
 
 def test_a_directory_without_configuration_is_told(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="it has no config.json"):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 def test_an_unknown_name_is_told_the_presets_and_the_closest() -> None:
     with pytest.raises(PlanError, match="Did you mean 'llama-3.1-8b'.*gpt2, llama-3.1-405b"):
-        load("llama-3-8b")
+        load_model("llama-3-8b")
 
 
 def test_something_else_is_refused() -> None:
     with pytest.raises(PlanError, match="int names no model"):
-        load(3)
+        load_model(3)
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
 
     with pytest.raises(PlanError, match=r"pip install 'autotp\[transformers\]'"):
-        load("gpt2")
+        load_model("gpt2")
 
 
 def test_random_weights_vary_around_the_constants_of_the_model(tmp_path: Path) -> None:
     fields = {**TINY, "hidden_size": 256, "dtype": "float32"}
-    model = materialize(load(_directory(tmp_path, json.dumps(fields))))
+    model = materialize(load_model(_directory(tmp_path, json.dumps(fields))))
     norm, matrix = model.model.norm.weight, model.model.layers[0].mlp.up_proj.weight
 
     assert (1.0, 0.1) == pytest.approx((norm.mean().item(), norm.std().item()), abs=0.03)
@@ -142,7 +142,7 @@ def test_random_weights_vary_around_the_constants_of_the_model(tmp_path: Path) -
 
 
 def test_a_seed_gives_the_same_weights(tmp_path: Path) -> None:
-    meta = load(_directory(tmp_path, json.dumps(TINY)))
+    meta = load_model(_directory(tmp_path, json.dumps(TINY)))
     first, again, other = materialize(meta, 1), materialize(meta, 1), materialize(meta, 2)
 
     assert all(map(torch.equal, first.parameters(), again.parameters()))
@@ -175,11 +175,11 @@ def test_a_lost_buffer_is_named() -> None:
 
 def test_what_does_not_fit_is_refused_with_its_bytes() -> None:
     with pytest.raises(PlanError, match=r"811,706,778,112 bytes \(copies: 1\)"):
-        materialize(load("llama-3.1-405b"))
+        materialize(load_model("llama-3.1-405b"))
 
 
 def test_free_memory_is_known() -> None:
-    free = available_bytes()
+    free = read_available_bytes()
 
     assert free is None or free > 2**20
 
@@ -195,4 +195,4 @@ def test_a_factory_gives_a_module_or_a_pair(tmp_path: Path, monkeypatch: Any) ->
     monkeypatch.syspath_prepend(tmp_path)
 
     with pytest.raises(PlanError, match="the factory returned 3 values"):
-        load("three:made")
+        load_model("three:made")

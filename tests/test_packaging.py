@@ -1,5 +1,6 @@
 """The project as a package: what a wheel holds, and that the documents and the files agree."""
 
+import json
 import os
 import re
 import shutil
@@ -63,13 +64,29 @@ def _answer(site: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_an_installed_wheel_finds_its_rules(installed: Path) -> None:
-    code = (
-        "from autotp.oprules import rulebook; "
-        "print(rulebook.root(), len(rulebook.load().rows) > 40)"
-    )
+@pytest.fixture(scope="module")
+def answers(installed: Path) -> dict[str, str]:
+    """What one process says in which only the wheel's own files can be found, and no extra."""
+    code = """
+import json, sys
+sys.modules['transformers'] = None
+import autotp
+from autotp.cost.machine import machine_names
+from autotp.model_source import preset_names, presets_root
+from autotp.oprules import rulebook
+print(json.dumps({
+    'plan': autotp.plan.__name__,
+    'rules': f'{rulebook.root()} {len(rulebook.load().rows) > 40}',
+    'machines': ' '.join(machine_names(rulebook.root())),
+    'presets': ' '.join([str(presets_root()), *preset_names()]),
+}))
+"""
+    found: dict[str, str] = json.loads(_answer(installed, code))
+    return found
 
-    assert f"{installed}/autotp/rules True" == _answer(installed, code)
+
+def test_an_installed_wheel_finds_its_rules(installed: Path, answers: dict[str, str]) -> None:
+    assert f"{installed}/autotp/rules True" == answers["rules"]
 
 
 def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
@@ -78,20 +95,14 @@ def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
     assert "1 rows: 1 right, 0 wrong, 0 untested" in _answer(installed, code)
 
 
-def test_an_installed_wheel_finds_its_machines(installed: Path) -> None:
-    code = "from autotp.oprules import rulebook; from autotp.cost.machine import machine_names; "
-    code += "print(*machine_names(rulebook.root()))"
-
-    assert "gloo h100" == _answer(installed, code)
+def test_an_installed_wheel_finds_its_machines(answers: dict[str, str]) -> None:
+    assert "gloo h100" == answers["machines"]
 
 
-def test_an_installed_wheel_finds_its_presets(installed: Path) -> None:
-    code = "from autotp.model_source import presets_root, preset_names; "
-    code += "print(presets_root(), *preset_names())"
+def test_an_installed_wheel_finds_its_presets(installed: Path, answers: dict[str, str]) -> None:
+    presets = "gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b"
 
-    assert f"{installed}/autotp/presets gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b" == _answer(
-        installed, code
-    )
+    assert f"{installed}/autotp/presets {presets}" == answers["presets"]
 
 
 def test_an_installed_wheel_has_its_command(installed: Path) -> None:
@@ -100,12 +111,8 @@ def test_an_installed_wheel_has_its_command(installed: Path) -> None:
     assert "autotp = autotp.cli.main:main" in entry_points.read_text()
 
 
-def test_autotp_is_imported_without_transformers(installed: Path) -> None:
-    code = (
-        "import sys; sys.modules['transformers'] = None; import autotp; print(autotp.plan.__name__)"
-    )
-
-    assert "plan" == _answer(installed, code)
+def test_autotp_is_imported_without_transformers(answers: dict[str, str]) -> None:
+    assert "plan" == answers["plan"]
 
 
 def test_a_wheel_holds_the_package_alone(installed: Path) -> None:

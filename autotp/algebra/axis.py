@@ -58,7 +58,7 @@ class Atom:
         return self.size.static or 0
 
     @property
-    def may_be_split(self) -> bool:
+    def is_splittable(self) -> bool:
         """Whether it is an axis of several units, as many in every call, that is no data's."""
         return self.units > 1 and self.segments is None and not self.data
 

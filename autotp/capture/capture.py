@@ -21,7 +21,6 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState, cached, caches_in, stated
-from autotp.capture.cached_forward import cache_outputs, learn, own_states, tie_lengths, unbranched
 from autotp.capture.clean import clean, retarget
 from autotp.capture.exported_graph import decomposed, flat_graph, mutated
 from autotp.capture.failure import explained, quiet, short
@@ -37,6 +36,13 @@ from autotp.capture.inputs import (
 from autotp.capture.program import Carried, Guard, Program, broken, named_leaves
 from autotp.capture.repairs.attributes import restored, stateless
 from autotp.capture.repairs.branches import Branch, branches, semantic_guards
+from autotp.capture.repairs.cached_forward import (
+    cache_outputs,
+    learn,
+    own_states,
+    tie_lengths,
+    unbranched,
+)
 from autotp.capture.repairs.functions import CapturedAgain, own_backwards_kept, sparse_refused
 from autotp.capture.repairs.hooks import backward_hooks_refused, baked_hooks
 from autotp.capture.repairs.opaque import Applied
@@ -337,7 +343,6 @@ def _graph(
         if reason := functionalise(graph):
             raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
     clean(graph, lifted)
-    graph.lint()
     return graph, lifted
 
 

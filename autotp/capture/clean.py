@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from autotp.capture.graph_facts import argument, sizes_text
 
-__all__ = ["clean", "drops_nothing", "retarget"]
+__all__ = ["clean", "drops_nothing", "is_idle", "retarget"]
 
 END = 2**63 - 1  # how a slice says "to the end"
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyT
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
         _pack(graph, node)
     for node in reversed(list(graph.nodes)):
-        if not node.users and _is_idle(node):
+        if not node.users and is_idle(node):
             graph.erase_node(node)
 
 
@@ -200,7 +200,8 @@ def _always(node: fx.Node) -> bool:
     return True
 
 
-def _is_idle(node: fx.Node) -> bool:
+def is_idle(node: fx.Node) -> bool:
+    """Whether `node` may go where nothing reads it: it neither draws random numbers nor asserts."""
     if node.op != "call_function":
         return node.op == "get_attr"
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()

@@ -23,6 +23,7 @@ __all__ = [
     "sizes_text",
     "source_line",
     "source_of",
+    "whereabouts",
 ]
 
 TORCH: Final = os.path.dirname(torch.__file__) + os.sep
@@ -130,3 +131,16 @@ def source_line(node: fx.Node) -> SourceLine | None:
     frames = cast("list[tuple[str, str, str]]", _FRAME.findall(node.meta.get("stack_trace") or ""))
     own = [frame for frame in frames if not frame[0].startswith(TORCH)] or frames
     return SourceLine(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
+
+
+def whereabouts(node: fx.Node, flat: str = "") -> str:
+    """Where a node comes from: its name and op, its module's path, the model's source line.
+
+    Example: `down = aten.linear at model.layers.0.mlp (mlp.py:9: `return self.down(x)`)`; where its
+    name in the flat graph, `flat`, is another, that stands in front.
+    """
+    op = op_name(node.target).replace("::", ".") or str(node.target)
+    path, line = module_path(node), source_line(node)
+    source = f" ({line})" if line else ""
+    name = node.name if flat in ("", node.name) else f"{flat} ({node.name})"
+    return f"{name} = {op}{f' at {path}' if path else ''}{source}"

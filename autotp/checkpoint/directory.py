@@ -1,7 +1,7 @@
-"""A checkpoint's directory: which of its files hold weights, and every tensor in them by name.
+"""The directory of a checkpoint: which of its files have the weights, and each tensor by name.
 
-The order of choice is that of Transformers: model.safetensors, then its index, then
-pytorch_model.bin and its index.
+Files are tried in the order of Transformers: model.safetensors, its index, pytorch_model.bin, its
+index.
 """
 
 import json
@@ -15,45 +15,52 @@ from typing import Any, Final, cast
 import torch
 
 from autotp.checkpoint.safetensors_format import read_header
-from autotp.checkpoint.stored_tensor import File, Pickled, Stored, Written
+from autotp.checkpoint.stored_tensor import (
+    CheckpointFile,
+    PickledTensor,
+    SafetensorsTensor,
+    StoredTensor,
+)
 from autotp.errors import WeightsError
 
 __all__ = ["INDEX", "SINGLE", "Checkpoint", "read_json"]
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
-_ZIP: Final = b"PK\x03\x04"  # how files of torch.save begin
+_ZIP: Final = b"PK\x03\x04"  # the first bytes of files of torch.save
+_RESTORE: Final = "Restore the checkpoint's own index."
 _NAMES: Final = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The tensors of a directory, to be read from; closed when the block ends.
+    """The tensors of a directory, ready to be read; closed at the end of a `with` block.
 
-    - `files`: the files read, in order.
-    - `tensors`: by their names on disk, each with what reads it.
+    - `files`: the files with weights, in order.
+    - `tensors`: by name on disk.
     """
 
     directory: Path
     files: tuple[Path, ...]
-    tensors: Mapping[str, Stored]
-    _opened: tuple[File, ...] = ()
+    tensors: Mapping[str, StoredTensor]
+    _opened: tuple[CheckpointFile, ...] = ()
 
     @staticmethod
     def open(directory: Path, named: str | None = None) -> "Checkpoint":
-        """The checkpoint in a directory; `named`: the file that its configuration names.
+        """Open the checkpoint in a directory; `named`: the file that its configuration names.
 
-        Raises WeightsError where files are missing, cut short or hold one name twice.
+        Raises WeightsError for files that are missing or truncated, or two tensors of one name.
         """
-        path = _chosen(directory, named)
-        files = _listed(path) if path.name.endswith(".index.json") else [path]
-        tensors: dict[str, Stored] = {}
-        opened: list[File] = []
+        path = _choose_file(directory, named)
+        files = _list_indexed_files(path) if path.name.endswith(".index.json") else [path]
+        tensors: dict[str, StoredTensor] = {}
+        opened: list[CheckpointFile] = []
         for file in files:
-            for name, stored in _tensors(file, opened):
+            for name, stored in _read_tensors(file, opened):
                 if name in tensors:
                     raise WeightsError(
-                        f"{stored.label}: is in another file too: {tensors[name].label}. Leave one."
+                        f"{stored.label}: is in a second file too: {tensors[name].label}. Remove "
+                        "one of them."
                     )
                 tensors[name] = stored
         if path not in files:
@@ -61,7 +68,7 @@ class Checkpoint:
         return Checkpoint(directory, tuple(files), tensors, tuple(opened))
 
     def __enter__(self) -> "Checkpoint":
-        """The checkpoint itself."""
+        """Return the checkpoint itself."""
         return self
 
     def __exit__(
@@ -70,113 +77,115 @@ class Checkpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Closes all files."""
+        """Close all files."""
         for file in self._opened:
             file.close()
 
 
 def read_json(path: Path, advice: str) -> Any:
-    """The JSON of a file; WeightsError, with `advice` on what to do, where it cannot be read."""
+    """Read a JSON file; WeightsError, with `advice` on what to do, where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: cannot be read: {error}. {advice}") from error
 
 
-def _chosen(directory: Path, named: str | None) -> Path:
+def _choose_file(directory: Path, named: str | None) -> Path:
     if not directory.is_dir():
         raise WeightsError(
-            f"{directory}: is no directory. Give one with config.json and safetensors files."
+            f"{directory}: is not a directory. Give one with config.json and safetensors files."
         )
     for name in (named,) if named else _NAMES:
         if (directory / name).is_file():
             return directory / name
-    looked = ", ".join([named] if named else _NAMES)
-    there = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin"))
-    beside = f"; there are {', '.join(there[:4])}" if there else ""
+    names = ", ".join([named] if named else _NAMES)
+    others = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin"))
+    found = f", only {', '.join(others[:4])}" if others else ""
     raise WeightsError(
-        f"{directory}: holds no weights: none of {looked} is there{beside}. Put the checkpoint's "
-        "files there, under one of these names or with an index."
+        f"{directory}: has no weights: there is no {names}{found}. Put the files of the checkpoint "
+        "there, under one of these names or with an index."
     )
 
 
-def _listed(index: Path) -> list[Path]:
-    """The files that an index names, each of which must be there."""
-    found = read_json(index, "Restore the checkpoint's own index.")
-    where: object = found.get("weight_map") if isinstance(found, dict) else None
+def _list_indexed_files(index: Path) -> list[Path]:
+    """List the files that an index names, each of which must exist."""
+    content = read_json(index, _RESTORE)
+    where: object = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not where:
-        raise WeightsError(f"{index}: has no weight_map. Restore the checkpoint's own index.")
+        raise WeightsError(f"{index}: has no weight_map. {_RESTORE}")
     mapped = cast("dict[str, str]", where)
     for tensor, name in cast("dict[str, object]", where).items():
         if not isinstance(name, str):
-            raise WeightsError(
-                f"{index}: names {name!r} as the file of {tensor}. Restore the checkpoint's own "
-                "index."
-            )
+            raise WeightsError(f"{index}: names {name!r} as the file of {tensor}. {_RESTORE}")
     files = [index.parent / name for name in sorted(set(mapped.values()))]
     for file in files:
         if file.parent.resolve() != index.parent.resolve():
-            raise WeightsError(f"{index}: names {file}, which is outside of {index.parent}.")
-        if not file.is_file():
-            held = [tensor for tensor, name in mapped.items() if name == file.name]
             raise WeightsError(
-                f"{index}: names the file {file.name} with {len(held)} tensors ({held[0]}"
-                f"{', …' if len(held) > 1 else ''}), and it is not there. Download the missing "
-                f"files: {sum(f.is_file() for f in files)} of {len(files)} are there."
+                f"{index}: names {file}, which is outside {index.parent}. {_RESTORE}"
+            )
+        if not file.is_file():
+            lost = [tensor for tensor, name in mapped.items() if name == file.name]
+            raise WeightsError(
+                f"{index}: names the file {file.name} with {len(lost)} tensors ({lost[0]}"
+                f"{', …' if len(lost) > 1 else ''}), but it does not exist. Download the missing "
+                f"files: {sum(f.is_file() for f in files)} of {len(files)} exist."
             )
     return files
 
 
-def _check_index(index: Path, tensors: Mapping[str, Stored]) -> None:
-    """Refuses an index that tells of tensors that no file has."""
-    where: dict[str, str] = read_json(index, "Restore the checkpoint's own index.")["weight_map"]
+def _check_index(index: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise WeightsError for an index that names tensors that no file has."""
+    where: dict[str, str] = read_json(index, _RESTORE)["weight_map"]
     for name, file in where.items():
         if name not in tensors:
             raise WeightsError(
-                f"{index}: tensor {name} should be in {file}, and none of the files has it "
-                f"({len(tensors)} of {len(where)} tensors found). Download that file again."
+                f"{index}: tensor {name} should be in {file}, but is in none of the files "
+                f"({len(tensors)} of {len(where)} tensors were found). Download that file again."
             )
 
 
-def _tensors(file: Path, opened: list[File]) -> Iterable[tuple[str, Stored]]:
+def _read_tensors(file: Path, opened: list[CheckpointFile]) -> Iterable[tuple[str, StoredTensor]]:
     if file.suffix != ".safetensors":
-        return _unpickled(file)
-    source = File(file)
+        return _unpickle_tensors(file)
+    source = CheckpointFile(file)
     opened.append(source)
-    return [(name, Written(source, entry)) for name, entry in read_header(file).items()]
+    return [(name, SafetensorsTensor(source, entry)) for name, entry in read_header(file).items()]
 
 
-def _unpickled(file: Path) -> list[tuple[str, Stored]]:
+def _unpickle_tensors(file: Path) -> list[tuple[str, StoredTensor]]:
     with file.open("rb") as opened:
-        mapped = opened.read(len(_ZIP)) == _ZIP  # older files cannot be, and are read whole
+        mapped = opened.read(len(_ZIP)) == _ZIP  # older files must be read into memory
     try:
-        found: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-    # a damaged file makes torch, and what it unpickles, raise errors of any kind
+        content: object = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    # torch raises errors of any kind for a damaged file
     except Exception as error:
         raise WeightsError(
-            f"{file}: cannot be read as plain weights (weights_only): {_reason(error)}. Download "
-            "it again; if it is whole, save the model as safetensors, on a machine where you trust "
-            "this file."
+            f"{file}: cannot be read as plain weights (weights_only): {_extract_reason(error)}. "
+            "Download it again; if it is not damaged, convert it to safetensors on a machine where "
+            "you trust this file."
         ) from error
-    if not isinstance(found, dict):
-        raise WeightsError(f"{file}: holds a {type(found).__name__}, no tensors by name.")
+    if not isinstance(content, dict):
+        raise WeightsError(
+            f"{file}: contains a {type(content).__name__}, not tensors by name. Save the model's "
+            "own state_dict()."
+        )
     tensors = {
         name: tensor
-        for name, tensor in cast("dict[str, object]", found).items()
+        for name, tensor in cast("dict[str, object]", content).items()
         if isinstance(tensor, torch.Tensor)
     }
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_meta:
-            kind = "on meta, without values" if tensor.is_meta else f"of layout {tensor.layout}"
+            kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
             raise WeightsError(
-                f"tensor {name} of {file}: is {kind}, and parameters are plain tensors. Save the "
-                "model's own state_dict()."
+                f"tensor {name} of {file}: is {kind}, but parameters must be dense tensors with "
+                "values. Save the model's own state_dict()."
             )
-    return [(name, Pickled(file, name, tensor.detach())) for name, tensor in tensors.items()]
+    return [(name, PickledTensor(file, name, tensor.detach())) for name, tensor in tensors.items()]
 
 
-def _reason(error: Exception) -> str:
-    """What torch says of a file that it does not read, without its advice to trust it."""
+def _extract_reason(error: Exception) -> str:
+    """Extract from an error of torch why it cannot read a file, without the advice to trust it."""
     text = str(error).strip()
     unsafe = re.search(r"WeightsUnpickler error: (.+)", text)
     line = unsafe[1] if unsafe else text.partition("\n")[0]

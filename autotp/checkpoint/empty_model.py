@@ -1,8 +1,7 @@
-"""The model of a checkpoint's directory without its weights: parameters on meta, buffers real.
+"""The model of a checkpoint without its weights: parameters on meta, buffers with values.
 
-Buffers that no file holds (tables of positions, frequencies) get their values from the model's own
-initialisation, as they do in Transformers: parameters are marked as done, so that it fills the
-rest.
+Buffers that are in no file (positions, frequencies) get their values from the model's own
+initialisation, as in Transformers: parameters are marked as initialised, so that it sets the rest.
 """
 
 from collections.abc import Mapping
@@ -16,14 +15,14 @@ from torch import Tensor, nn
 
 from autotp.capture.source_model import meta_attributes
 from autotp.errors import PlanError, WeightsError
-from autotp.model_source import config_fields, transformers_module
+from autotp.model_source import import_transformers, read_config_fields
 
-__all__ = ["fill_buffers", "hollow", "hollow_parameters"]
+__all__ = ["fill_buffers", "build_empty_model", "set_meta_dtypes"]
 
-_DONE: Final = "_is_hf_initialized"  # how Transformers marks what its initialisation must leave
+_DONE: Final = "_is_hf_initialized"  # Transformers does not initialise what has this mark
 
 
-def hollow(
+def build_empty_model(
     directory: Path,
     *,
     dtype: torch.dtype | str | None = None,
@@ -32,117 +31,119 @@ def hollow(
     trust_remote_code: bool = False,
     revision: str | None = None,
 ) -> nn.Module:
-    """The model that a directory's configuration names, on meta, in evaluation mode.
+    """Build the model that a directory's configuration describes, on meta, in evaluation mode.
 
-    - `dtype`: of the parameters; None: as the configuration says, or `otherwise` if it does not.
+    - `dtype`: of the parameters; None: that of the configuration, or else `otherwise`.
 
     Raises PlanError for a configuration that names no class.
     """
-    fields = config_fields(directory)
-    config = _config(directory, fields, trust_remote_code, revision)
-    for part in (config, config.get_text_config()):  # weights are read as plain ones, or not at all
+    fields = read_config_fields(directory)
+    config = _load_config(directory, fields, trust_remote_code, revision)
+    for part in (config, config.get_text_config()):  # weights are read dequantised, or not at all
         if hasattr(part, "quantization_config"):
             del part.quantization_config
-    cls = _class_of(directory, fields, trust_remote_code, revision)
-    chosen = _dtype(dtype, config, otherwise)
+    cls = _find_class(directory, fields, trust_remote_code, revision)
+    chosen = _choose_dtype(dtype, config, otherwise)
     options: dict[str, Any] = {"dtype": chosen}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    model = _built(directory, cls, config, options)
+    model = _build_on_meta(directory, cls, config, options)
     config.name_or_path = str(directory)
-    _keep_precise(model, chosen)
-    _take_generation_config(cast("Any", model), directory)
-    _refuse_attributes(model)
+    _keep_float32_parameters(model, chosen)
+    _load_generation_config(cast("Any", model), directory)
+    _refuse_tensor_attributes(model)
     return model.eval()
 
 
 def fill_buffers(model: nn.Module, loaded: Mapping[str, Tensor]) -> None:
-    """Puts `loaded` in the place of buffers of these names, and gives all others their values.
+    """Replace buffers by those in `loaded`, by name, and initialise all others.
 
-    Raises WeightsError for a buffer that the model's own initialisation leaves without.
+    Raises WeightsError for a buffer that the model's own initialisation does not set.
     """
     for parameter in model.parameters():
         setattr(parameter, _DONE, True)
-    left: dict[str, Tensor] = {}
+    unset: dict[str, Tensor] = {}
     for name, buffer in list(model.named_buffers()):
         real = loaded.get(name)
         if real is None:
-            real = left[name] = _unset(buffer)
+            real = unset[name] = _make_unset(buffer)
         else:
             setattr(real, _DONE, True)
-        _replace(model, buffer, real)
+        _replace_buffer(model, buffer, real)
     cast("Any", model).initialize_weights()
     after = dict(model.named_buffers())
-    for name in left:
+    for name in unset:
         if _is_unset(after[name]):
             raise WeightsError(
-                f"buffer {name} {list(after[name].shape)} of {type(model).__name__}: 0 of its "
-                "values are known: no file holds it, and _init_weights does not set it. Set it in "
-                "the model's _init_weights, or register it as persistent and save it."
+                f"buffer {name} {list(after[name].shape)} of {type(model).__name__}: none of its "
+                "values is known: no file has it, and _init_weights does not set it. Set it in the "
+                "model's _init_weights, or register it as persistent and save it."
             )
 
 
-def hollow_parameters(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Makes the parameters of these names meta parameters of another dtype, ties kept."""
-    made: dict[int, nn.Parameter] = {}
+def set_meta_dtypes(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Replace parameters by meta parameters of the dtypes in `dtypes`, by name; keep ties."""
+    new: dict[int, nn.Parameter] = {}
     for name, old in list(model.named_parameters(remove_duplicate=False)):
-        if name in dtypes and id(old) not in made:
+        if name in dtypes and id(old) not in new:
             empty = torch.empty_like(old, dtype=dtypes[name], device="meta")
-            made[id(old)] = nn.Parameter(empty, old.requires_grad)
+            new[id(old)] = nn.Parameter(empty, old.requires_grad)
     for module in model.modules():
         for key, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if id(old) in made:
-                setattr(module, key, made[id(old)])
+            if id(old) in new:
+                setattr(module, key, new[id(old)])
 
 
-def _built(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:
-    """The model of a class and a configuration on meta; PlanError where its code refuses them."""
-    safe = getattr(transformers_module("initialization"), "meta_device_safe_creation_ops", None)
+def _build_on_meta(directory: Path, cls: Any, config: Any, options: dict[str, Any]) -> nn.Module:
+    """Build a model of a class from a configuration; PlanError where its code raises."""
+    safe = getattr(import_transformers("initialization"), "meta_device_safe_creation_ops", None)
     try:
         with torch.device("meta"), safe() if safe else nullcontext():
             return cls._from_config(config, **options)
-    # whatever a model's own code raises becomes the reason in our message
+    # a model's own code may raise anything; it becomes the reason in the message
     except Exception as error:
-        asked = "".join(f" with {name}={value!r}" for name, value in options.items())
+        given = "".join(f" with {name}={value!r}" for name, value in options.items())
         raise PlanError(
             f"{directory}: {cls.__name__} cannot be built from config.json, of model_type "
-            f"{config.model_type!r},{asked}: {type(error).__name__}: {error}. Restore the model's "
+            f"{config.model_type!r},{given}: {type(error).__name__}: {error}. Restore the model's "
             "own config.json, or give another attn_implementation."
         ) from error
 
 
-def _config(directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None) -> Any:
-    auto = transformers_module("models.auto.configuration_auto")
+def _load_config(
+    directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None
+) -> Any:
+    auto = import_transformers("models.auto.configuration_auto")
     kind = fields["model_type"]
     if kind not in auto.CONFIG_MAPPING and not trusted:
         raise PlanError(
-            f"{directory}: model_type {kind!r} is not among the {len(auto.CONFIG_MAPPING.keys())} "
-            "of Transformers. Pass trust_remote_code=True if the directory brings its own code and "
-            "you trust it, or update Transformers."
+            f"{directory}: model_type {kind!r} is none of the {len(auto.CONFIG_MAPPING.keys())} "
+            "that Transformers has. Pass trust_remote_code=True if the directory has its own code "
+            "and you trust it, or update Transformers."
         )
     try:
         return auto.AutoConfig.from_pretrained(
             str(directory), trust_remote_code=trusted, revision=revision or "main"
         )
-    # transformers raises whatever its validators raise: it becomes the reason in our message
+    # validators may raise anything; it becomes the reason in the message
     except Exception as error:
-        raise PlanError(f"{directory}/config.json: Transformers refuses it: {error}") from error
+        raise PlanError(f"{directory}/config.json: Transformers rejects it: {error}") from error
 
 
-def _class_of(
+def _find_class(
     directory: Path, fields: Mapping[str, Any], trusted: bool, revision: str | None
 ) -> Any:
     name = fields["architectures"][0]
     entries = cast("dict[str, str]", fields.get("auto_map") or {})
     own = next((ref for ref in entries.values() if str(ref).rpartition(".")[2] == name), None)
     if own is not None and trusted:
-        dynamic = transformers_module("dynamic_module_utils")
+        dynamic = import_transformers("dynamic_module_utils")
         return dynamic.get_class_from_dynamic_module(own, str(directory), revision=revision)
-    library = transformers_module()
+    library = import_transformers()
     cls: object = getattr(library, name, None)
     if cls is not None and not hasattr(cls, "_from_config"):
         raise PlanError(
-            f"{directory}: architecture {name!r} is no class of models in Transformers, but a "
+            f"{directory}: architecture {name!r} is not a model class of Transformers, but a "
             f"{type(cls).__name__}. Set config.architectures to the class that was saved."
         )
     if cls is None:
@@ -154,7 +155,9 @@ def _class_of(
     return cls
 
 
-def _dtype(given: torch.dtype | str | None, config: object, otherwise: torch.dtype) -> torch.dtype:
+def _choose_dtype(
+    given: torch.dtype | str | None, config: object, otherwise: torch.dtype
+) -> torch.dtype:
     chosen: object = given if given not in (None, "auto") else getattr(config, "dtype", None)
     found: object = getattr(torch, chosen, None) if isinstance(chosen, str) else chosen
     if found is None and chosen is None:
@@ -162,59 +165,61 @@ def _dtype(given: torch.dtype | str | None, config: object, otherwise: torch.dty
     if isinstance(found, torch.dtype) and found.is_floating_point and found.itemsize > 1:
         return found
     raise PlanError(
-        f"dtype is {chosen!r}, which weights cannot be. Give torch.float32, float16 or bfloat16, "
-        "or None for what the configuration says."
+        f"dtype={chosen!r}: weights cannot be of it. Give torch.float32, float16 or bfloat16, "
+        "or None for the dtype of the configuration."
     )
 
 
-def _keep_precise(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters that the model's class keeps in float32 get it."""
+def _keep_float32_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Make those parameters float32 that the model's class keeps in float32."""
     plan: dict[str, torch.dtype] = cast("Any", model)._get_dtype_plan(dtype)
     if not plan:
         return
-    loading = transformers_module("core_model_loading")
+    loading = import_transformers("core_model_loading")
     pattern, by_group, _ = loading.build_glob_alternation(list(plan))
     dtypes: dict[str, torch.dtype] = {}
     for name, _ in model.named_parameters():
         if found := pattern.search(name):
             dtypes[name] = plan[by_group[found.lastgroup]]
-    hollow_parameters(model, dtypes)
+    set_meta_dtypes(model, dtypes)
 
 
-def _take_generation_config(model: Any, directory: Path) -> None:
+def _load_generation_config(model: Any, directory: Path) -> None:
     if model.can_generate() and (directory / "generation_config.json").is_file():
-        generation = transformers_module("generation")
+        generation = import_transformers("generation")
         try:
             model.generation_config = generation.GenerationConfig.from_pretrained(str(directory))
-        # transformers raises whatever reading and its validators raise
+        # validators may raise anything
         except Exception as error:
             raise PlanError(
-                f"{directory}/generation_config.json: Transformers refuses it: "
+                f"{directory}/generation_config.json: Transformers rejects it: "
                 f"{type(error).__name__}: {error}. Restore the model's own, or remove it: "
                 "generate() then follows config.json."
             ) from error
 
 
-def _refuse_attributes(model: nn.Module) -> None:
+def _refuse_tensor_attributes(model: nn.Module) -> None:
     for name, tensor in meta_attributes(model):
         raise WeightsError(
-            f"{name} {list(tensor.shape)} of {type(model).__name__}: is a tensor that is neither "
-            "parameter nor buffer, so that 0 of its values are in a checkpoint. Make it a buffer."
+            f"{name} {list(tensor.shape)} of {type(model).__name__}: is neither a parameter nor a "
+            "buffer, so that none of its values is in a checkpoint. Make it a buffer."
         )
 
 
-def _replace(model: nn.Module, old: Tensor, new: Tensor) -> None:
+def _replace_buffer(model: nn.Module, old: Tensor, new: Tensor) -> None:
     for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if buffer is old:
                 setattr(module, key, new)
 
 
-def _unset(buffer: Tensor) -> Tensor:
-    """A real tensor like a buffer, full of a value that no initialisation gives."""
-    if buffer.dtype == torch.bool:  # bytes that are neither of the two values
+def _make_unset(buffer: Tensor) -> Tensor:
+    """Make a tensor like a buffer, filled with a value that no initialisation sets."""
+    if buffer.dtype == torch.bool:  # bytes that are neither True nor False
         return torch.full(buffer.shape, 255, dtype=torch.uint8, device="cpu").view(torch.bool)
-    return torch.full(buffer.shape, _mark(buffer.dtype), dtype=buffer.dtype, device="cpu")
+    return torch.full(
+        buffer.shape, _choose_unset_value(buffer.dtype), dtype=buffer.dtype, device="cpu"
+    )
 
 
 def _is_unset(buffer: Tensor) -> bool:
@@ -223,10 +228,10 @@ def _is_unset(buffer: Tensor) -> bool:
     if buffer.is_floating_point() or buffer.is_complex():
         return bool(torch.isnan(buffer).all())
     numbers = buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
-    return bool((numbers == _mark(numbers.dtype)).all())
+    return bool((numbers == _choose_unset_value(numbers.dtype)).all())
 
 
-def _mark(dtype: torch.dtype) -> Any:
+def _choose_unset_value(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return nan
     numbers = torch.iinfo(dtype)

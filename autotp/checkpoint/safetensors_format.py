@@ -1,8 +1,8 @@
 """The layout of a safetensors file: a length, a JSON header, then the tensors one after another.
 
-It is read and written here, and not by the safetensors library, for two reasons: where a tensor's
-bytes begin must be known to read a rank's part of it and nothing else, and to write a file tensor
-by tensor. What is written is what the library writes, to the byte.
+Files are read and written here, and not by the safetensors library: to read only a rank's slices,
+and to write a file tensor by tensor, the offsets of tensors must be known. The files equal those of
+the library byte by byte.
 """
 
 import json
@@ -16,9 +16,9 @@ import torch
 
 from autotp.errors import WeightsError
 
-__all__ = ["DTYPES", "Entry", "header_of", "laid_out", "read_header"]
+__all__ = ["DTYPES", "Entry", "encode_header", "lay_out_tensors", "read_header"]
 
-# in the library's order: a file begins with the tensors of the last of them
+# in the order of the library: a file begins with tensors of the last dtype
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -45,7 +45,7 @@ _AGAIN: Final = "Copy or download the file again."
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file: its bytes are `[start, stop)`, from the beginning of the file."""
+    """A tensor in a file: its bytes are `[start, stop)` of the file."""
 
     name: str
     dtype: torch.dtype
@@ -55,44 +55,42 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file by name.
+    """Read the entries of a safetensors file by name.
 
-    Raises WeightsError, with the file's name and both sizes, where it is cut short or no such file.
+    Raises WeightsError if the file is truncated, or not a safetensors file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise WeightsError(
-                f"{path}: is cut short: its header should have {length} bytes, the file has {size} "
-                f"in all. {_AGAIN}"
+                f"{path}: is truncated: its header should have {length} bytes, but the file has "
+                f"only {size}. {_AGAIN}"
             )
-        rows = _parsed(path, file.read(length))
+        rows = _parse_header(path, file.read(length))
     begin = 8 + length
-    entries = {name: _entry(path, name, row, begin) for name, row in rows.items()}
+    entries = {name: _read_entry(path, name, row, begin) for name, row in rows.items()}
     last, end = None, begin
     for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
         if entry.start != end:
-            what = f"that of {last.name} ends" if last else "the header ends"
+            what = f"those of {last.name} end" if last else "the header ends"
             raise WeightsError(
-                f"{path}: tensor {entry.name}: its bytes begin at {entry.start}, and {what} at "
-                f"{end}: all bytes belong to one tensor each. {_AGAIN}"
+                f"{path}: tensor {entry.name}: its bytes begin at {entry.start}, but {what} at "
+                f"{end}: each byte must belong to one tensor. {_AGAIN}"
             )
         last, end = entry, entry.stop
     if end != size:
-        told = f" (its last tensor is {last.name})" if last else ""
+        which = f" (the last tensor is {last.name})" if last else ""
         raise WeightsError(
-            f"{path}: has {size} bytes, but its header tells of {end}{told}. {_AGAIN}"
+            f"{path}: has {size} bytes, but {end} according to its header{which}. {_AGAIN}"
         )
     return entries
 
 
-def laid_out(
+def lay_out_tensors(
     tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]],
 ) -> list[Entry]:
-    """The entries of a file with these tensors, in the library's order, offsets from the header's
-    end.
-    """
+    """Lay out tensors in a file in the order of the library; offsets begin after the header."""
     rows = sorted(tensors, key=lambda row: (-_ORDER.index(_NAMES[row[1]]), row[0].encode()))
     entries: list[Entry] = []
     at = 0
@@ -103,8 +101,8 @@ def laid_out(
     return entries
 
 
-def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file with the entries that `laid_out` gave, its length first."""
+def encode_header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """Encode the header of a file with the entries of `lay_out_tensors`, with its length first."""
     rows: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     for entry in entries:
         rows[entry.name] = {
@@ -117,44 +115,46 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _parsed(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
+def _parse_header(path: Path, text: bytes) -> dict[str, Mapping[str, Any]]:
     try:
         rows: object = json.loads(text)
     except (ValueError, RecursionError) as error:  # of JSON or of UTF-8
         raise WeightsError(
-            f"{path}: its header of {len(text)} bytes is no JSON ({error}). {_AGAIN}"
+            f"{path}: its header of {len(text)} bytes is not JSON ({error}). {_AGAIN}"
         ) from error
     if not isinstance(rows, dict):
-        raise WeightsError(f"{path}: its header is a {type(rows).__name__}, no object. {_AGAIN}")
-    found = cast("dict[str, Mapping[str, Any]]", rows)
-    return {name: row for name, row in found.items() if name != "__metadata__"}
+        raise WeightsError(
+            f"{path}: its header is a {type(rows).__name__}, not an object. {_AGAIN}"
+        )
+    objects = cast("dict[str, Mapping[str, Any]]", rows)
+    return {name: row for name, row in objects.items() if name != "__metadata__"}
 
 
-def _entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
+def _read_entry(path: Path, name: str, row: Mapping[str, Any], begin: int) -> Entry:
     try:
-        dtype, shape = DTYPES.get(row["dtype"]), tuple(map(_size, row["shape"]))
-        start, stop = map(_size, row["data_offsets"])
+        dtype, shape = DTYPES.get(row["dtype"]), tuple(map(_check_size, row["shape"]))
+        start, stop = map(_check_size, row["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(
-            f"{path}: tensor {name}: its entry lacks dtype, shape or two offsets, or has others "
-            f"than whole numbers from 0. {_AGAIN}"
+            f"{path}: tensor {name}: its entry must have a dtype, a shape and two offsets, all of "
+            f"them integers of at least 0. {_AGAIN}"
         ) from error
     if dtype is None:
         raise WeightsError(
-            f"{path}: tensor {name}: its dtype {row['dtype']} is none of {', '.join(DTYPES)}. "
-            "Convert the checkpoint to one of them, e.g. BF16."
+            f"{path}: tensor {name}: its dtype {row['dtype']} is not one of {', '.join(DTYPES)}. "
+            "Convert the checkpoint to one of them, such as BF16."
         )
     wanted = prod(shape) * dtype.itemsize
     if stop - start != wanted:
         raise WeightsError(
-            f"{path}: tensor {name} {list(shape)} of {row['dtype']} needs {wanted} bytes, its "
+            f"{path}: tensor {name} {list(shape)} of {row['dtype']} needs {wanted} bytes, but its "
             f"entry has {stop - start}. {_AGAIN}"
         )
     return Entry(name, dtype, shape, begin + start, begin + stop)
 
 
-def _size(number: object) -> int:
-    """A size or a place in a file; ValueError for anything else."""
+def _check_size(number: object) -> int:
+    """Return a size or an offset; ValueError for anything else."""
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
         raise ValueError(number)
     return number

@@ -1,21 +1,21 @@
-"""A little of every tensor on disk, by which ranks tell that they read the same checkpoint."""
+"""Samples of the tensors on disk, by which ranks check that they read the same checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from torch import Tensor
 
-from autotp.checkpoint.stored_tensor import Stored
+from autotp.checkpoint.stored_tensor import StoredTensor
 
-__all__ = ["samples"]
+__all__ = ["sample_tensors"]
 
 _ELEMENTS: Final = 1024
 
 
-def samples(tensors: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor's name, with elements of its last dim in the middle of all others.
+def sample_tensors(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Read from each tensor elements of its last dim, in the middle of all other dims.
 
-    Constraints: a sample is valid until the next is read.
+    A sample is valid until the next is read.
     """
     for name, stored in tensors.items():
         if 0 not in stored.shape:

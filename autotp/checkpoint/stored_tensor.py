@@ -1,7 +1,7 @@
-"""A tensor on disk of which any box can be read: a [start, stop) in each dim.
+"""A tensor on disk of which any box, a range [start, stop) in each dim, can be read.
 
-Only the box's own bytes are read, run by run, through one small buffer: nothing is mapped, so that
-pages of the file never count as this process's memory.
+Only the bytes of the box are read, in contiguous runs, through one small buffer. Nothing is mapped,
+so that pages of the file do not count as memory of this process.
 """
 
 import os
@@ -17,23 +17,31 @@ from torch import Tensor
 from autotp.checkpoint.safetensors_format import Entry
 from autotp.errors import WeightsError
 
-__all__ = ["Box", "File", "Pickled", "Stored", "Written", "blocks", "fill", "lengths", "whole_box"]
+__all__ = [
+    "Box",
+    "CheckpointFile",
+    "PickledTensor",
+    "StoredTensor",
+    "SafetensorsTensor",
+    "iterate_blocks",
+    "fill_tensor",
+    "measure_box",
+    "make_full_box",
+]
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 _BLOCK: Final = 1 << 20  # bytes read at a time
-_MARKS: Final = torch.empty(
-    _BLOCK // 2, dtype=torch.bool
-)  # of the elements of a block that are NaN
-_SHORT: Final = 16  # bytes of a run below which reading what lies between is quicker
+_MARKS: Final = torch.empty(_BLOCK // 2, dtype=torch.bool)  # which elements of a block are NaN
+_SHORT: Final = 16  # bytes of a run below which reading the gaps too is faster
 
 
-class Stored(Protocol):
-    """A tensor on disk: `label` names it and its file, as messages do."""
+class StoredTensor(Protocol):
+    """A tensor on disk."""
 
     @property
     def label(self) -> str:
-        """The tensor and the file, e.g. `tensor norm.weight of model.safetensors`."""
+        """The tensor and its file for messages: `tensor norm.weight of model.safetensors`."""
         ...
 
     @property
@@ -43,16 +51,16 @@ class Stored(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole shape on disk."""
+        """The full shape on disk."""
         ...
 
     def read(self, box: Box) -> Tensor:
-        """The elements in a box of at most a MB, valid until the next read."""
+        """Read the elements in a box of at most 1 MB, valid until the next read."""
         ...
 
 
-class File:
-    """A file that parts are read from, with the buffer they are read through."""
+class CheckpointFile:
+    """A file that is read in ranges, with the buffer for them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -60,7 +68,7 @@ class File:
         self._buffer: Tensor | None = None
 
     def read(self, runs: list[int], length: int, label: str) -> Tensor:
-        """The bytes of runs of `length` bytes that begin at these places, one after another."""
+        """Read runs of `length` bytes at the offsets `runs`, one after another."""
         if self._opened is None:
             self._opened = os.open(self.path, os.O_RDONLY)
         size = length * len(runs)
@@ -72,44 +80,43 @@ class File:
         return self._buffer[:size]
 
     def close(self) -> None:
-        """Closes the file and lets the buffer go."""
+        """Close the file and free the buffer."""
         if self._opened is not None:
             with suppress(OSError):
                 os.close(self._opened)
         self._opened = self._buffer = None
 
 
-class Written:
+class SafetensorsTensor:
     """A tensor of a safetensors file."""
 
-    def __init__(self, file: File, entry: Entry) -> None:
+    def __init__(self, file: CheckpointFile, entry: Entry) -> None:
         self._file, self.entry = file, entry
         self.label = f"tensor {entry.name} of {file.path}"
         self.dtype, self.shape = entry.dtype, entry.shape
 
     def read(self, box: Box) -> Tensor:
-        """The elements in a box of at most a MB, valid until the next read."""
-        cut = max((k for k, span in enumerate(box) if span != (0, self.shape[k])), default=0)
+        """Read the elements in a box of at most 1 MB, valid until the next read."""
+        last = max((k for k, span in enumerate(box) if span != (0, self.shape[k])), default=0)
         size = self.dtype.itemsize
-        run = prod(lengths(box)[cut:]) * size
-        wide = (*box[:cut], *((0, n) for n in self.shape[cut:]))
-        if cut and run < _SHORT and prod(lengths(wide)) * size <= _BLOCK:
-            # what lies between short runs is read too, in one go
-            whole = self.read(wide)
-            return whole.narrow(cut, box[cut][0], box[cut][1] - box[cut][0])
-        places = [self.entry.start + at * size for at in self._starts(box, cut)]
-        return self._file.read(places, run, self.label).view(self.dtype).view(lengths(box))
+        run = prod(measure_box(box)[last:]) * size
+        wide = (*box[:last], *((0, n) for n in self.shape[last:]))
+        if last and run < _SHORT and prod(measure_box(wide)) * size <= _BLOCK:
+            # the gaps between short runs are read too, in one call
+            return self.read(wide).narrow(last, box[last][0], box[last][1] - box[last][0])
+        offsets = [self.entry.start + at * size for at in self._find_starts(box, last)]
+        return self._file.read(offsets, run, self.label).view(self.dtype).view(measure_box(box))
 
-    def _starts(self, box: Box, cut: int) -> list[int]:
-        """The elements at which runs begin, where dims after `cut` are whole."""
+    def _find_starts(self, box: Box, last: int) -> list[int]:
+        """Find the elements at which runs begin; `last`: the last dim that is sliced."""
         strides = [prod(self.shape[k + 1 :]) for k in range(len(self.shape))]
         starts = [0]
-        for k in range(cut):
+        for k in range(last):
             starts = [s + i * strides[k] for s in starts for i in range(*box[k])]
-        return [s + box[cut][0] * strides[cut] for s in starts] if box else starts
+        return [s + box[last][0] * strides[last] for s in starts] if box else starts
 
 
-class Pickled:
+class PickledTensor:
     """A tensor of a file of torch.save, mapped into memory by torch.load."""
 
     def __init__(self, path: Path, name: str, tensor: Tensor) -> None:
@@ -118,40 +125,40 @@ class Pickled:
         self.dtype, self.shape = tensor.dtype, tuple(tensor.shape)
 
     def read(self, box: Box) -> Tensor:
-        """The elements in a box."""
+        """Read the elements in a box."""
         return self.tensor[tuple(slice(*span) for span in box)]
 
 
-def whole_box(shape: tuple[int, ...]) -> Box:
-    """The box that holds all of a shape."""
+def make_full_box(shape: tuple[int, ...]) -> Box:
+    """Make the box of all elements of a shape."""
     return tuple((0, n) for n in shape)
 
 
-def lengths(box: Box) -> tuple[int, ...]:
-    """The shape of what is in a box."""
+def measure_box(box: Box) -> tuple[int, ...]:
+    """Give the shape of a box."""
     return tuple(stop - start for start, stop in box)
 
 
-def fill(out: Tensor, stored: Stored, box: Box) -> None:
-    """Reads a box into `out`, block by block, converted to its dtype.
+def fill_tensor(out: Tensor, stored: StoredTensor, box: Box) -> None:
+    """Read a box into `out`, block by block, converted to its dtype.
 
-    Raises WeightsError for NaN, or where the file ends too early.
+    Raises WeightsError for NaN, or a truncated file.
     """
-    for part in blocks(lengths(box), stored.dtype.itemsize):
-        inner = tuple((a + s, a + e) for (a, _), (s, e) in zip(box, part, strict=True))
-        found = stored.read(inner)
-        _check_numbers(found, stored, inner)
-        out[tuple(slice(*span) for span in part)].copy_(found)
+    for block in iterate_blocks(measure_box(box), stored.dtype.itemsize):
+        inner = tuple((a + s, a + e) for (a, _), (s, e) in zip(box, block, strict=True))
+        values = stored.read(inner)
+        _check_numbers(values, stored, inner)
+        out[tuple(slice(*span) for span in block)].copy_(values)
 
 
-def blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Boxes of at most 1 MB that make up a shape, in order."""
+def iterate_blocks(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
+    """Divide a shape into boxes of at most 1 MB, in order."""
     if 0 in shape:
         return
-    yield from _blocks(shape, itemsize, 0)
+    yield from _iterate_blocks(shape, itemsize, 0)
 
 
-def _blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
+def _iterate_blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
     row = prod(shape[dim + 1 :]) * itemsize
     if dim == len(shape) or shape[dim] * row <= _BLOCK:
         yield tuple((0, n) for n in shape[dim:])
@@ -160,7 +167,7 @@ def _blocks(shape: tuple[int, ...], itemsize: int, dim: int) -> Iterator[Box]:
     for start in range(0, shape[dim], step):
         stop = min(start + step, shape[dim])
         inner = (tuple((0, n) for n in shape[dim + 1 :]),)
-        for rest in inner if row <= _BLOCK else _blocks(shape, itemsize, dim + 1):
+        for rest in inner if row <= _BLOCK else _iterate_blocks(shape, itemsize, dim + 1):
             yield ((start, stop), *rest)
 
 
@@ -170,22 +177,23 @@ def _read_all(opened: int, view: memoryview, start: int, label: str) -> None:
         if got == 0:
             raise WeightsError(
                 f"{label}: the file ends at byte {start}, {len(view)} bytes too early. Copy or "
-                "download it again, and leave it alone while it is read."
+                "download it again, and do not change it while it is read."
             )
         view, start = view[got:], start + got
 
 
-def _check_numbers(found: Tensor, stored: Stored, box: Box) -> None:
-    if not found.is_floating_point() or found.dtype.itemsize == 1:
+def _check_numbers(values: Tensor, stored: StoredTensor, box: Box) -> None:
+    if not values.is_floating_point() or values.dtype.itemsize == 1:
         return
-    marks = _MARKS[: found.numel()].view(found.shape) if found.numel() <= len(_MARKS) else None
-    marks = torch.ne(found, found, out=marks)
+    marks = _MARKS[: values.numel()].view(values.shape) if values.numel() <= len(_MARKS) else None
+    marks = torch.ne(values, values, out=marks)
     if marks.any():
         raise WeightsError(
-            f"{stored.label}: {int(marks.sum())} of the {found.numel()} values in {_told(box)} are "
-            "NaN, and every output would be. Download or save the checkpoint again."
+            f"{stored.label}: {int(marks.sum())} of the {values.numel()} values in "
+            f"{_format_box(box)} are NaN, and every output would be NaN. Download or save the "
+            "checkpoint again."
         )
 
 
-def _told(box: Box) -> str:
+def _format_box(box: Box) -> str:
     return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"

@@ -3,7 +3,8 @@
     autotp plan ./my-model --tp 8
     autotp verify ./my-model --tp 2,4 --training
 
-Exit codes: 0 right, 1 wrong or impossible, 2 misused: what was typed names nothing that there is.
+Exit codes: 0 for success, 1 for a wrong or impossible result, 2 for misuse: an argument is wrong,
+or names something that does not exist.
 """
 
 import json
@@ -22,12 +23,11 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from autotp import api as pipeline
+from autotp import api
 from autotp.capture.inputs import example_inputs, positions
-from autotp.cli import shard_merge as offline
-from autotp.cli.arguments import parsed
-from autotp.cli.generate import GenerationRequest, generated
-from autotp.cli.generate import check as check_generation
+from autotp.cli import shard_merge
+from autotp.cli.arguments import parse_arguments
+from autotp.cli.generate import GenerationRequest, check_request, generate_text
 from autotp.cli.random_weights import materialize
 from autotp.errors import AutotpError, PlanError
 from autotp.model_source import load_with_inputs
@@ -46,106 +46,106 @@ from autotp.verification.rules.check import check
 __all__ = ["main"]
 
 _FACTORY = "Let the factory return (module, inputs), a tuple with a mapping of inputs."
-_LAST_WORDS = 15  # seconds, of the 30 after which torchrun kills
-_SHORT = 16  # words that a comparison takes, unless told otherwise
+_GRACE = 15  # seconds, of the 30 after which torchrun kills
+_SHORT = 16  # tokens of a comparison, unless --sequence is given
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code of the command that `arguments` (default: the process's own) spell."""
-    options = parsed(arguments)
-    options.spelled = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command in `arguments` (default: those of the process); return its exit code."""
+    options = parse_arguments(arguments)
+
     logger = logging.getLogger("autotp")
     before = logger.level
     if options.debug:
-        logger.setLevel(logging.DEBUG)  # what torch logs of a capture is then shown too
+        logger.setLevel(logging.DEBUG)  # shows also what torch logs of a capture
     try:
-        return _run(options)
+        return _run_command(options)
     finally:
         logger.setLevel(before)
 
 
-def _run(options: Namespace) -> int:
+def _run_command(options: Namespace) -> int:
     try:
-        with _misuse():
-            _check(options)
+        with _report_misuse():
+            _check_options(options)
         return _COMMANDS[options.command](options)
     except _MisuseError as error:
-        return _failed(str(error), options, 2)
+        return _report_failure(str(error), options, 2)
     except AutotpError as error:
-        return _failed(str(error), options)
+        return _report_failure(str(error), options)
     except BrokenPipeError:
-        # whoever read us has seen enough; what is left in the buffer must not raise again at exit
+        # the reader has stopped reading; the rest of the buffer must not raise again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception as error:  # noqa: BLE001  a bug of ours is still one message
+    except Exception as error:  # noqa: BLE001  a bug in autotp is one message too
         kind = type(error).__name__
-        return _failed(f"unexpected {kind}: {error} (--debug shows where)", options)
+        return _report_failure(f"unexpected {kind}: {error} (--debug shows where)", options)
 
 
 class _MisuseError(AutotpError):
-    """What was typed names nothing that there is, or that can be read or written."""
+    """An argument names something that does not exist, or cannot be read or written."""
 
 
 @contextmanager
-def _misuse() -> Generator[None]:
-    """Errors in the block are those of whoever typed the command."""
+def _report_misuse() -> Generator[None]:
+    """Turn errors of the block into errors of misuse."""
     try:
         yield
     except AutotpError as error:
         raise _MisuseError(str(error)) from error
 
 
-def _check(options: Namespace) -> None:
-    """Refuses what can be refused before the model is built and captured: that takes minutes."""
+def _check_options(options: Namespace) -> None:
+    """Check the options before the model is built and captured, which takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
-    read_request(**_requested(options, "reduce_dtype", "rules", "machine"))
+    read_request(**_select_options(options, "reduce_dtype", "rules", "machine"))
     if options.command in ("rules", "shard", "merge", "generate"):
         return
     for glob, layout in options.override:
         check_layout(glob, layout)
     if options.command == "dry-run":
-        wanted = Path(options.output).absolute()
-        there = next(path for path in (wanted, *wanted.parents) if path.exists())
-        _check_directory(there, "-o")  # in which the rest of the path is made
+        output = Path(options.output).absolute()
+        there = next(path for path in (output, *output.parents) if path.exists())
+        _check_directory(there, "-o")  # the rest of the path is made in it
         if options.rank >= options.tp:
             raise PlanError(
-                f"--rank {options.rank}: ranks of --tp {options.tp} are 0 to {options.tp - 1}."
+                f"--rank {options.rank}: the ranks of --tp {options.tp} are 0 to {options.tp - 1}."
             )
 
 
 def _check_directory(directory: Path, option: str) -> None:
-    """Refuses a directory that is not there, or in which nothing can be made."""
+    """Raise PlanError for a directory that does not exist, or cannot be written to."""
     if not directory.is_dir():
-        raise PlanError(f"{option}: {directory} is no directory. Choose another.")
+        raise PlanError(f"{option}: {directory} is not a directory. Choose another.")
     if not os.access(directory, os.W_OK):
         raise PlanError(f"{option}: {directory} cannot be written to. Choose another.")
 
 
-def _failed(message: str, options: Namespace, code: int = 1) -> int:
+def _report_failure(message: str, options: Namespace, code: int = 1) -> int:
     if options.debug:
         traceback.print_exc()
     print(f"autotp: error: {message}", file=sys.stderr)
     return code
 
 
-def _plan(options: Namespace) -> int:
-    model, given = _model(options)
-    asked = _asked(model, given, options)
-    with _progress(f"planning {options.model} over {options.tp} ranks"):
-        plan: Plan = pipeline.plan(model, tp=options.tp, **asked)
+def _run_plan(options: Namespace) -> int:
+    model, given = _load_model(options)
+    keywords = _collect_options(model, given, options)
+    with _show_progress(f"planning {options.model} over {options.tp} ranks"):
+        plan: Plan = api.plan(model, tp=options.tp, **keywords)
     if options.json != "-":
         printed(render(plan))
     _write_json(options.json, plan.to_json())
     return 0
 
 
-def _dry_run(options: Namespace) -> int:
-    model, given = _model(options)
-    asked = _asked(model, given, options)
-    with _progress(f"rewriting {options.model} for rank {options.rank} of {options.tp}"):
-        files: Mapping[str, str | bytes] = pipeline.dry_run(
-            model, tp=options.tp, rank=options.rank, **asked
+def _run_dry_run(options: Namespace) -> int:
+    model, given = _load_model(options)
+    keywords = _collect_options(model, given, options)
+    with _show_progress(f"rewriting {options.model} for rank {options.rank} of {options.tp}"):
+        files: Mapping[str, str | bytes] = api.dry_run(
+            model, tp=options.tp, rank=options.rank, **keywords
         )
     plan = Plan.from_json(str(files["plan.json"]))
     written = _write_files({**files, "plan.txt": text(plan)}, Path(options.output))
@@ -155,17 +155,17 @@ def _dry_run(options: Namespace) -> int:
     return 0
 
 
-def _verify(options: Namespace) -> int:
-    model, given = _model(options)
-    # the whole model and all ranks' shards; in training the gradients of both
+def _run_verify(options: Namespace) -> int:
+    model, given = _load_model(options)
+    # the unsharded model and the shards of all ranks; in training the gradients of both
     model = materialize(model, options.seed, copies=4 if options.training else 2)
     if options.sequence is None:
         options.sequence = min(_SHORT, positions(model) or _SHORT)
-    asked = _asked(model, given, options)
+    keywords = _collect_options(model, given, options)
     found: list[Evidence] = []
     for tp in options.tp:
-        with _progress(f"verifying {options.model} over {tp} ranks"):
-            found.append(pipeline.verify(model, tp=tp, seed=options.seed, **asked))
+        with _show_progress(f"verifying {options.model} over {tp} ranks"):
+            found.append(api.verify(model, tp=tp, seed=options.seed, **keywords))
         if options.json != "-":
             if len(found) > 1:
                 printed("")
@@ -174,21 +174,21 @@ def _verify(options: Namespace) -> int:
     return 0 if all(evidence.ok for evidence in found) else 1
 
 
-def _rules(options: Namespace) -> int:
-    with _misuse():
+def _run_rules(options: Namespace) -> int:
+    with _report_misuse():
         book = rulebook.load(*map(Path, options.rules))
     if options.action == "check":
-        return _rules_check(book, options)
+        return _run_rules_check(book, options)
     if options.json != "-":
         printed(render_rules(book.rows.values()))
     listed = {op: {**encode(row), "signature": str(row.signature)} for op, row in book.rows.items()}
-    # a row's sets of operands become sorted lists
+    # sets of operands become sorted lists
     _write_json(options.json, json.dumps(listed, indent=1, default=sorted) + "\n")
     return 0
 
 
-def _rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
-    with _progress(f"running {len(book.rows)} ops on shards"):
+def _run_rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
+    with _show_progress(f"running {len(book.rows)} ops on shards"):
         verdicts = list(check(book, ops=options.op, seed=options.seed))
     if options.json != "-":
         printed(render_verdicts(verdicts))
@@ -196,106 +196,108 @@ def _rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
     return 1 if any(v.verdict == "wrong" for v in verdicts) else 0
 
 
-def _shard(options: Namespace) -> int:
-    plan: Plan = offline.shard(
+def _run_shard(options: Namespace) -> int:
+    plan: Plan = shard_merge.shard_checkpoint(
         options.directory,
         options.output,
         options.tp,
         overrides=dict(options.override),
-        **_requested(options, "dtype", "trust_remote_code", "rules"),
+        **_select_options(options, "dtype", "trust_remote_code", "rules"),
     )
     if options.json != "-":
-        printed(f"cut {options.directory} into {plan.tp} files in {options.output}")
+        printed(f"split {options.directory} into {plan.tp} files in {options.output}")
     _write_json(options.json, plan.to_json())
     return 0
 
 
-def _merge(options: Namespace) -> int:
-    offline.merge(
+def _run_merge(options: Namespace) -> int:
+    shard_merge.merge_checkpoint(
         options.directory,
         options.output,
         max_shard_size=options.max_shard_size,
         trust_remote_code=options.trust_remote_code,
     )
     if options.json != "-":
-        printed(f"joined {options.directory} in {options.output}")
+        printed(f"merged {options.directory} into {options.output}")
     _write_json(options.json, json.dumps({"output": options.output}) + "\n")
     return 0
 
 
-def _generate(options: Namespace) -> int:
-    wanted = GenerationRequest(
+def _run_generate(options: Namespace) -> int:
+    request = GenerationRequest(
         directory=options.directory,
         prompt=options.prompt or "",
-        ids=options.ids or (),
+        token_ids=options.token_ids or (),
         new_tokens=options.max_new_tokens,
         chat=options.chat,
         temperature=options.temperature,
         seed=options.seed,
-        loading=_requested(
+        loading=_select_options(
             options, "dtype", "reduce_dtype", "rules", "timeout", "debug", "trust_remote_code"
         ),
     )
-    with _misuse():
-        check_generation(wanted)
+    with _report_misuse():
+        check_request(request)
     if options.tp > 1 and "RANK" not in os.environ:
-        return _in_processes(options)
+        return _start_processes(options)
     if options.tp > 1:
-        _speak_before_the_end()
-    words, pace, rank = generated(wanted, options.tp)
+        _delay_termination()
+    tokens, pace, rank = generate_text(request, options.tp)
     if rank == 0:
-        if options.ids and options.json != "-":
-            print(",".join(map(str, words)), flush=True)  # one line: a number is not broken
+        if options.token_ids and options.json != "-":
+            print(",".join(map(str, tokens)), flush=True)  # one line: ids are not wrapped
         print(f"autotp: {pace}", file=sys.stderr)
-        _write_json(options.json, json.dumps({"ids": words, "pace": encode(pace)}) + "\n")
+        _write_json(options.json, json.dumps({"ids": tokens, "pace": encode(pace)}) + "\n")
     return 0
 
 
-def _speak_before_the_end() -> None:
-    """Leaves a process that torchrun stops, since another is gone, the time to say what it saw."""
-    signal.signal(signal.SIGTERM, _end_soon)
+def _delay_termination() -> None:
+    """Delay SIGTERM, so that a process that torchrun stops can still report why it failed."""
+    signal.signal(signal.SIGTERM, _set_exit_alarm)
 
 
-def _end_soon(number: int, frame: object) -> None:
-    signal.alarm(_LAST_WORDS)
+def _set_exit_alarm(number: int, frame: object) -> None:
+    signal.alarm(_GRACE)
 
 
-def _in_processes(options: Namespace) -> int:
-    """The same command in `tp` processes of this machine, which torchrun starts and watches."""
+def _start_processes(options: Namespace) -> int:
+    """Run the same command in `tp` processes of this machine, which torchrun starts."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     run += [f"--nproc-per-node={options.tp}", "-m", "autotp", *options.spelled]
-    # one thread each unless told otherwise: what torchrun would choose, without its warning
+    # one thread per process by default, as torchrun would choose, but without its warning
     return subprocess.run(run, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
 
 
-def _model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
-    """The model asked for, and the example inputs that its factory gave, if any."""
-    with _progress(f"building {options.model}"), _misuse():
+def _load_model(options: Namespace) -> tuple[nn.Module, Mapping[str, Any] | None]:
+    """Load the requested model, with the example inputs of its factory, if any."""
+    with _show_progress(f"building {options.model}"), _report_misuse():
         return load_with_inputs(options.model)
 
 
-def _asked(model: nn.Module, given: Mapping[str, Any] | None, options: Namespace) -> dict[str, Any]:
-    """The keyword arguments that the pipeline's functions have in common."""
+def _collect_options(
+    model: nn.Module, given: Mapping[str, Any] | None, options: Namespace
+) -> dict[str, Any]:
+    """Collect the keyword arguments that `plan`, `dry_run` and `verify` share."""
     if given is None:
         sizes = {"batch": options.batch, "sequence": options.sequence, "room": options.new_tokens}
-        with _misuse():
+        with _report_misuse():
             given = example_inputs(model, options.training, **sizes, advice=_FACTORY)
     names = ("training", "machine", "strict", "new_tokens", "reduce_dtype", "rules")
     return {
         "example_inputs": given,
         "overrides": dict(options.override),
-        **_requested(options, *names),
+        **_select_options(options, *names),
     }
 
 
-def _requested(options: Namespace, *names: str) -> dict[str, Any]:
-    """Give those of the keywords `names` that the command has."""
+def _select_options(options: Namespace, *names: str) -> dict[str, Any]:
+    """Select those of the options `names` that the command has."""
     return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
 @contextmanager
-def _progress(what: str) -> Generator[None]:
-    """A spinner on a terminal's stderr while the block runs; nothing in a pipe."""
+def _show_progress(what: str) -> Generator[None]:
+    """Show a spinner on stderr while the block runs, if stderr is a terminal."""
     with Console(stderr=True).status(what):
         yield
 
@@ -324,11 +326,11 @@ def _write_json(target: str | None, content: str) -> None:
 
 
 _COMMANDS = {
-    "plan": _plan,
-    "dry-run": _dry_run,
-    "verify": _verify,
-    "rules": _rules,
-    "shard": _shard,
-    "merge": _merge,
-    "generate": _generate,
+    "plan": _run_plan,
+    "dry-run": _run_dry_run,
+    "verify": _run_verify,
+    "rules": _run_rules,
+    "shard": _run_shard,
+    "merge": _run_merge,
+    "generate": _run_generate,
 }

@@ -1,7 +1,7 @@
-"""A checkpoint cut into a file a rank, and joined again: no group, one tensor in memory at a time.
+"""Split a checkpoint into one file per rank, and merge them: no group, one tensor in memory.
 
-Both go on where they were stopped: a file that is complete is known by its size and hash, one that
-was begun is gone on with after its last whole tensor.
+Both resume after an interruption: a complete file is recognised by its size and hash, and a partial
+file is continued after its last complete tensor.
 """
 
 import hashlib
@@ -17,45 +17,45 @@ from torch import Tensor, nn
 from autotp.algebra.split import Split
 from autotp.api import compile_on_all_ranks
 from autotp.capture.source_model import whole_of
-from autotp.checkpoint.atomic_write import Writer, check_space, writing
+from autotp.checkpoint.atomic_write import SafetensorsWriter, check_space, report_write_errors
 from autotp.checkpoint.directory import Checkpoint
-from autotp.checkpoint.empty_model import fill_buffers, hollow
-from autotp.checkpoint.load_map import mark_used
-from autotp.checkpoint.quantized import without_quantisation
-from autotp.checkpoint.read_shards import part, read_buffers, read_local, shown
+from autotp.checkpoint.empty_model import build_empty_model, fill_buffers
+from autotp.checkpoint.load_map import mark_used_conversions
+from autotp.checkpoint.quantized import drop_quantisation
+from autotp.checkpoint.read_shards import read_buffers, read_shard, show_progress, untie_parameters
 from autotp.checkpoint.safetensors_format import Entry
-from autotp.checkpoint.save_map import Outgoing, outgoing
+from autotp.checkpoint.save_map import SaveMap, map_saved_files
 from autotp.checkpoint.sharded_directory import (
     MANIFEST,
     PLAN,
+    ConversionProgress,
     Manifest,
-    Progress,
     check_files,
-    check_parts,
-    copy_beside,
-    entries_of,
-    part_of,
-    rank_file,
+    check_shards,
+    copy_other_files,
+    list_entries,
+    name_rank_file,
+    open_rank_file,
     write_tensors,
     write_text,
 )
-from autotp.checkpoint.stored_tensor import Stored
+from autotp.checkpoint.stored_tensor import StoredTensor
 from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
-from autotp.loading import opened, prepared, stored_dtype
-from autotp.model_source import config_fields
+from autotp.loading import find_stored_dtype, open_checkpoint, prepare_tensors
+from autotp.model_source import read_config_fields
 from autotp.options import Keywords
-from autotp.planner.constraints import followed
+from autotp.planner.constraints import check_followed_plan
 from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import resolve
 from autotp.runtime.ops.blocks import join
 
-__all__ = ["merge", "shard"]
+__all__ = ["merge_checkpoint", "shard_checkpoint"]
 
-_BESIDE: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
+_OTHER_FILES: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")
 
 
-def shard(
+def shard_checkpoint(
     directory: str | Path,
     output: str | Path,
     tp: int,
@@ -66,195 +66,210 @@ def shard(
     dequantize: bool = False,
     **options: Unpack[Keywords],
 ) -> Plan:
-    """Writes a file a rank into `output`, which `from_pretrained` reads at the same tp; the plan.
+    """Write one file per rank into `output`, for `from_pretrained` at the same tp; return the plan.
 
-    Keywords are those of `from_pretrained`. Run again after an interruption, it goes on.
+    Takes the keywords of `from_pretrained`. After an interruption, the same call resumes.
 
-    Raises as `from_pretrained` does; WeightsError if `output` holds another conversion.
+    Raises as `from_pretrained` does, and PlanError or WeightsError if `output` has the files of
+    another conversion.
     """
     source, target = Path(directory), Path(output)
-    _check_apart(source, target)
-    opening, quantiser = opened(source, dequantize=dequantize)
+    _check_different(source, target)
+    opening, quantiser = open_checkpoint(source, dequantize=dequantize)
     with opening as checkpoint:
-        found = stored_dtype(checkpoint)
-        model = hollow(source, dtype=dtype, otherwise=found, trust_remote_code=trust_remote_code)
+        found = find_stored_dtype(checkpoint)
+        model = build_empty_model(
+            source, dtype=dtype, otherwise=found, trust_remote_code=trust_remote_code
+        )
         ties = {n for n, _ in model.named_parameters(remove_duplicate=False)}
         ties -= {n for n, _ in model.named_parameters()}
-        tensors = prepared(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
+        tensors = prepare_tensors(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
         untied = sorted(ties & {n for n, _ in model.named_parameters()})
         where = resolve(tp, rank=0)
         options.setdefault("training", False)
         _, compiled = compile_on_all_ranks(where, model, **options)
         plan = compiled.plan
-        job = _hash([plan.hash, str(_dtype_of(model)), *map(_state, checkpoint.files)])
-        with writing(target):
+        job = _hash_lines(
+            [plan.hash, str(_find_dtype(model)), *map(_describe_file, checkpoint.files)]
+        )
+        with report_write_errors(target):
             target.mkdir(parents=True, exist_ok=True)
-        files = _cut(model, tensors, plan, target, job)
+        files = _write_ranks(model, tensors, plan, target, job)
     keys = tuple(sorted(checkpoint.tensors))
     write_text(target / PLAN, plan.to_json())
-    copy_beside(source, target, _BESIDE, {MANIFEST, PLAN, *_indexes(source)})
-    if quantiser is not None:  # what was written are plain weights
-        fields = without_quantisation(config_fields(source))
+    copy_other_files(source, target, _OTHER_FILES, {MANIFEST, PLAN, *_list_indexes(source)})
+    if quantiser is not None:  # the weights were written without their quantisation
+        fields = drop_quantisation(read_config_fields(source))
         write_text(target / "config.json", json.dumps(fields, indent=2, sort_keys=True) + "\n")
-    name = dtype_name(_dtype_of(model))
+    name = dtype_name(_find_dtype(model))
     Manifest(tp, name, job, keys, tuple(untied), files).write(target)
     (target / f"{MANIFEST}.part").unlink(missing_ok=True)
     return plan
 
 
-def merge(
+def merge_checkpoint(
     directory: str | Path,
     output: str | Path,
     *,
     max_shard_size: int | str = "50GB",
     trust_remote_code: bool = False,
 ) -> None:
-    """Joins what `shard` wrote into one checkpoint, as the model's save_pretrained would write it.
+    """Merge the files of `shard_checkpoint` into one checkpoint, as save_pretrained would write it.
 
-    Run again after an interruption, it goes on. Raises WeightsError for files that are not as they
-    were written.
+    After an interruption, the same call resumes. Raises WeightsError for files that were changed
+    since they were written.
     """
     source, target = Path(directory), Path(output)
     manifest = Manifest.read(source)
     plan = Plan.from_json(source / PLAN)
-    _check_apart(source, target)
+    _check_different(source, target)
     check_files(source, manifest)
     with ExitStack() as stack:
-        ranks = [stack.enter_context(part_of(source, plan.tp, r)) for r in range(plan.tp)]
-        model = hollow(source, dtype=manifest.torch_dtype(), trust_remote_code=trust_remote_code)
-        part(model, list(manifest.untied))
-        followed(plan, whole_of(model), plan.tp, training=plan.training)
+        ranks = [stack.enter_context(open_rank_file(source, plan.tp, r)) for r in range(plan.tp)]
+        model = build_empty_model(
+            source, dtype=manifest.torch_dtype, trust_remote_code=trust_remote_code
+        )
+        untie_parameters(model, list(manifest.untied))
+        check_followed_plan(plan, whole_of(model), plan.tp, training=plan.training)
         for rank, own in enumerate(ranks):
-            check_parts(plan, own, rank)
-        mark_used(model, manifest.keys)
+            check_shards(plan, own, rank)
+        mark_used_conversions(model, manifest.keys)
         fill_buffers(model, read_buffers(model, ranks[0].tensors))
-        saved = outgoing(model, max_shard_size)
-        with writing(target):
+        saved = map_saved_files(model, max_shard_size)
+        with report_write_errors(target):
             target.mkdir(parents=True, exist_ok=True)
-        _join(model, plan, ranks, saved, target, _hash([manifest.job, str(max_shard_size)]))
-    copy_beside(source, target, _BESIDE, {MANIFEST, PLAN})
+        _write_merged(
+            model, plan, ranks, saved, target, _hash_lines([manifest.job, str(max_shard_size)])
+        )
+    copy_other_files(source, target, _OTHER_FILES, {MANIFEST, PLAN})
     if saved.index:
         text = json.dumps(saved.index, indent=2, sort_keys=True) + "\n"
         write_text(target / saved.index_name, text)
     (target / f"{MANIFEST}.part").unlink(missing_ok=True)
 
 
-def _check_apart(source: Path, target: Path) -> None:
+def _check_different(source: Path, target: Path) -> None:
     if target.exists() and source.exists() and target.samefile(source):
         raise PlanError(
-            f"{target}: is the directory that is read. Choose another to write into: both hold a "
-            "config.json of their own."
+            f"{target}: is also the directory to read from, and both have a config.json of their "
+            "own. Choose another directory to write to."
         )
 
 
-def _cut(
-    model: nn.Module, tensors: dict[str, Stored], plan: Plan, target: Path, job: str
+def _write_ranks(
+    model: nn.Module, tensors: dict[str, StoredTensor], plan: Plan, target: Path, job: str
 ) -> dict[str, tuple[int, str]]:
-    """Writes the ranks' files that are not there yet; size and hash of all."""
-    progress = _progress(target, job)
+    """Write the missing files of ranks; return the size and hash of all files by name."""
+    progress = _load_progress(target, job)
     records, named = plan.parameters, dict(model.named_parameters()) | dict(model.named_buffers())
     total = sum(s.bytes for record in records.values() for s in record.shards)
-    missing = [r for r in range(plan.tp) if not progress.has(target, rank_file(r, plan.tp))]
-    check_space(target, total * len(missing) // plan.tp - _begun(target))
-    with shown("cutting weights", total) as bar:
+    missing = [
+        r for r in range(plan.tp) if not progress.has_file(target, name_rank_file(r, plan.tp))
+    ]
+    check_space(target, total * len(missing) // plan.tp - _count_begun_bytes(target))
+    with show_progress("splitting weights", total) as bar:
         for rank in range(plan.tp):
-            entries = entries_of(model, plan, rank, tensors)
+            entries = list_entries(model, plan, rank, tensors)
 
             def make(entry: Entry, rank: int = rank) -> Tensor:
                 record = records.get(entry.name)
                 names = (entry.name, *(record.tied if record else ()))
                 out = torch.empty(entry.shape, dtype=named[entry.name].dtype)
-                read_local(out, next(tensors[n] for n in names if n in tensors), record, rank)
+                read_shard(out, next(tensors[n] for n in names if n in tensors), record, rank)
                 bar.advance(bar.task_ids[0], entry.stop - entry.start)
                 return out
 
             if rank in missing:
-                path = target / rank_file(rank, plan.tp)
-                progress.note(path.name, *write_tensors(Writer(path, entries, resume=True), make))
+                path = target / name_rank_file(rank, plan.tp)
+                progress.add_file(
+                    path.name, *write_tensors(SafetensorsWriter(path, entries, resume=True), make)
+                )
     return progress.files
 
 
-def _join(
+def _write_merged(
     model: nn.Module,
     plan: Plan,
     ranks: list[Checkpoint],
-    saved: Outgoing,
+    saved: SaveMap,
     target: Path,
     job: str,
 ) -> None:
-    progress = _progress(target, job)
-    buffers, held = dict(model.named_buffers()), dict[str, Tensor]()
-    done = saved.last_uses()
-    check_space(target, saved.size() - _begun(target))
+    progress = _load_progress(target, job)
+    buffers, full = dict(model.named_buffers()), dict[str, Tensor]()
+    done = saved.find_last_uses()
+    check_space(target, saved.bytes - _count_begun_bytes(target))
     names = {alias: r.name for r in plan.parameters.values() for alias in (r.name, *r.tied)}
-    with shown("joining weights", saved.size()) as bar:
+    with show_progress("merging weights", saved.bytes) as bar:
 
         def make(entry: Entry) -> Tensor:
-            for name in saved.needed(entry.name):
-                if name not in held:
+            for name in saved.list_needed(entry.name):
+                if name not in full:
                     own = names.get(name, name)
-                    held[name] = buffers[name] if name in buffers else _whole(own, plan, ranks)
-            made = saved.made(entry.name, held)
+                    full[name] = (
+                        buffers[name] if name in buffers else _gather_parameter(own, plan, ranks)
+                    )
+            tensor = saved.build_tensor(entry.name, full)
             for name in done.get(entry.name, ()):
-                held.pop(name, None)
+                full.pop(name, None)
             bar.advance(bar.task_ids[0], entry.stop - entry.start)
-            return made
+            return tensor
 
         for name, entries in saved.files.items():
-            if not progress.has(target, name):
-                writer = Writer(target / name, entries, resume=True)
-                progress.note(name, *write_tensors(writer, make))
-            held.clear()
+            if not progress.has_file(target, name):
+                writer = SafetensorsWriter(target / name, entries, resume=True)
+                progress.add_file(name, *write_tensors(writer, make))
+            full.clear()
 
 
-def _whole(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
+def _gather_parameter(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
     record = plan.parameters[name]
-    parts: list[Tensor] = []
+    shards: list[Tensor] = []
     for own in ranks if record.dim is not None else ranks[:1]:
         stored = own.tensors[name]
-        parts.append(torch.empty(stored.shape, dtype=stored.dtype))
-        read_local(parts[-1], stored, None, 0)
-    return parts[0] if record.dim is None else join(parts, record.dim, Split.decode(record.split))
+        shards.append(torch.empty(stored.shape, dtype=stored.dtype))
+        read_shard(shards[-1], stored, None, 0)
+    return shards[0] if record.dim is None else join(shards, record.dim, Split.decode(record.split))
 
 
-def _progress(target: Path, job: str) -> Progress:
-    """What is done of a job; files that belong to no job are left alone, and refused."""
-    progress = Progress.of(target, job)
+def _load_progress(target: Path, job: str) -> ConversionProgress:
+    """Read the progress of a job; PlanError for a directory with files that are not of this job."""
+    progress = ConversionProgress.of(target, job)
     if (target / MANIFEST).is_file():
-        whole = Manifest.read(target)
-        if whole.job != job:
+        manifest = Manifest.read(target)
+        if manifest.job != job:
             raise PlanError(
-                f"{target}: holds {len(whole.files)} files for tp {whole.tp} of another "
+                f"{target}: has {len(manifest.files)} files for tp {manifest.tp} of another "
                 "conversion, or of a checkpoint that was changed since. Choose another directory."
             )
-        progress.files.update(whole.files)
+        progress.files.update(manifest.files)
     elif not progress.path.is_file() and any(target.glob("*.safetensors")):
         raise PlanError(
-            f"{target}: holds {len(list(target.glob('*.safetensors')))} files of weights that are "
+            f"{target}: has {len(list(target.glob('*.safetensors')))} files of weights that are "
             "not of this conversion. Choose another directory."
         )
     progress.save()
     return progress
 
 
-def _begun(target: Path) -> int:
-    """The bytes of files that were begun."""
+def _count_begun_bytes(target: Path) -> int:
+    """Count the bytes of partial files."""
     return sum(path.stat().st_size for path in target.glob("*.safetensors*.part"))
 
 
-def _dtype_of(model: nn.Module) -> torch.dtype:
+def _find_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _indexes(source: Path) -> set[str]:
+def _list_indexes(source: Path) -> set[str]:
     return {path.name for path in source.glob("*.index.json")}
 
 
-def _state(path: Path) -> str:
-    """A file as it is now, without reading it."""
-    found = path.stat()
-    return f"{path.name} {found.st_size} {found.st_mtime_ns}"
+def _describe_file(path: Path) -> str:
+    """Describe the state of a file without reading it."""
+    state = path.stat()
+    return f"{path.name} {state.st_size} {state.st_mtime_ns}"
 
 
-def _hash(lines: Iterable[str]) -> str:
+def _hash_lines(lines: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -28,7 +28,13 @@ from autotp.algebra.split import Peers, Split
 from autotp.capture.graph_facts import module_path, op_name
 from autotp.errors import VerifyError
 from autotp.oprules.rule import Operand
-from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
+from autotp.planner.analysis import (
+    Analysis,
+    Decision,
+    EmittedCollective,
+    Use,
+    find_differentiated_nodes,
+)
 from autotp.records.trace import TracedValue
 
 __all__ = ["check"]
@@ -42,7 +48,7 @@ _ROWS = {c.op for kinds, c in CONVERSIONS.items() if "G" in kinds}
 def check(
     graph: fx.Graph,
     values: dict[str, TracedValue],
-    collectives: list[Emitted],
+    collectives: list[EmittedCollective],
     analysis: Analysis,
     decision: Decision,
     *,
@@ -57,7 +63,7 @@ def check(
     for node in graph.nodes:
         checker.node(node)
     checker.outputs()
-    reached = gradients_reach(graph, analysis) if training else set[fx.Node]()
+    reached = find_differentiated_nodes(graph, analysis) if training else set[fx.Node]()
     seen = Counter(_collectives(graph, reached, analysis, tp))
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:

@@ -10,7 +10,7 @@ from torch import fx
 from autotp.algebra.split import Peers, Split
 from autotp.dtypes import sum_dtype
 from autotp.lower.conversion import Target
-from autotp.planner.analysis import Emitted
+from autotp.planner.analysis import EmittedCollective
 from autotp.records.plan import BUCKET
 
 __all__ = ["share_gradients"]
@@ -21,7 +21,7 @@ def share_gradients(
     wholes: Sequence[torch.Tensor],
     cuts: Sequence[tuple[int, Split] | None],
     to: Target,
-) -> tuple[fx.Node, list[Emitted]]:
+) -> tuple[fx.Node, list[EmittedCollective]]:
     """The bucket of the parameters `nodes`: its results are those, with whole gradients.
 
     - `wholes`: the unsplit parameters; `cuts`: the dim and cut of each, None if it is whole.
@@ -39,7 +39,7 @@ def share_gradients(
 
 def _runs(
     wholes: Sequence[torch.Tensor], splits: Sequence[Split | None], to: Target
-) -> list[Emitted]:
+) -> list[EmittedCollective]:
     """One all-reduce for each dtype and kind of sub-group that shares gradients."""
     everyone = Peers(0, to.tp, 1)
     moved: dict[tuple[torch.dtype, Peers], list[tuple[torch.Tensor, Fraction]]] = {}
@@ -57,7 +57,9 @@ def _runs(
     return [_run(peers, everyone, items) for (_, peers), items in moved.items()]
 
 
-def _run(peers: Peers, everyone: Peers, items: list[tuple[torch.Tensor, Fraction]]) -> Emitted:
+def _run(
+    peers: Peers, everyone: Peers, items: list[tuple[torch.Tensor, Fraction]]
+) -> EmittedCollective:
     metas, shares = tuple(m for m, _ in items), tuple(share for _, share in items)
     count = 0 if peers == everyone else peers.count
-    return Emitted("all_reduce", "backward", BUCKET, metas, shares, count, peers.stride)
+    return EmittedCollective("all_reduce", "backward", BUCKET, metas, shares, count, peers.stride)

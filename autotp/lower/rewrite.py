@@ -28,7 +28,13 @@ from autotp.lower.conversion import Target, conversion
 from autotp.lower.gradient_bucket import share_gradients
 from autotp.lower.local_ops import FORMS, Site
 from autotp.oprules.rule import Operand
-from autotp.planner.analysis import Analysis, Decision, Emitted, Use, gradients_reach
+from autotp.planner.analysis import (
+    Analysis,
+    Decision,
+    EmittedCollective,
+    Use,
+    find_differentiated_nodes,
+)
 from autotp.planner.strategy import Strategy
 from autotp.records.trace import TracedValue
 
@@ -49,7 +55,7 @@ class Rewritten:
     """
 
     graph: fx.Graph
-    collectives: list[Emitted] = field(default_factory=list[Emitted])
+    collectives: list[EmittedCollective] = field(default_factory=list[EmittedCollective])
     values: dict[str, TracedValue] = field(default_factory=dict[str, TracedValue])
     uneven: bool = False
 
@@ -71,7 +77,7 @@ class _Writer:
         self.named = {node.name: node for node in analysis.program.graph.nodes}
         self.graph = fx.Graph()
         self.result = Rewritten(self.graph)
-        self.noted: list[tuple[fx.Node | None, Emitted]] = []
+        self.noted: list[tuple[fx.Node | None, EmittedCollective]] = []
         self.plain: dict[fx.Node, fx.Node] = {}
         self.placed: dict[Value, dict[Placement, fx.Node]] = {}
         self.made: dict[Value, Placement] = {}
@@ -96,7 +102,7 @@ class _Writer:
                 self._copy(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
-        reached = gradients_reach(self.graph, self.analysis)
+        reached = find_differentiated_nodes(self.graph, self.analysis)
         self.result.collectives += [e for n, e in self.noted if n is None or n in reached]
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────
@@ -302,10 +308,14 @@ class _Writer:
         shares = (self.forest.padding(cut.partition, self.target.tp),)
         if forward:
             axes = self.causes.forward(value, source, target)
-            self.noted.append((None, Emitted(forward, "forward", where, meta, shares, axes=axes)))
+            self.noted.append(
+                (None, EmittedCollective(forward, "forward", where, meta, shares, axes=axes))
+            )
         if self.target.training and backward:
             axes = self.causes.backward(source, target, reader)
-            self.noted.append((new, Emitted(backward, "backward", where, meta, shares, axes=axes)))
+            self.noted.append(
+                (new, EmittedCollective(backward, "backward", where, meta, shares, axes=axes))
+            )
 
     def _write_conversion(
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]

@@ -27,14 +27,14 @@ __all__ = [
     "Analysis",
     "AxisPair",
     "Decision",
-    "Emitted",
+    "EmittedCollective",
     "Matching",
     "Use",
-    "Kept",
-    "gradients_reach",
-    "gradients_return",
-    "kept_outputs",
-    "leaving_whole",
+    "CacheOutput",
+    "find_differentiated_nodes",
+    "find_gradient_targets",
+    "list_cache_outputs",
+    "list_model_outputs",
 ]
 
 
@@ -173,7 +173,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CacheOutput:
     """A tensor of a cache that leaves the program, and may lie as it was made.
 
     - `number`: of the output; `path`: in the cache; `taken`: the placeholder whose place it takes
@@ -187,7 +187,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
+class EmittedCollective:
     """One collective as written: what runs, phase, where, and the whole (unsplit) values it moves.
 
     - `shares`: for each value, how many of its bytes move: a part of it, or more where uneven parts
@@ -207,23 +207,23 @@ class Emitted:
     axes: tuple[str, ...] = ()
 
 
-def kept_outputs(analysis: Analysis) -> list[Kept]:
+def list_cache_outputs(analysis: Analysis) -> list[CacheOutput]:
     """The tensors of caches among the outputs, those that depend on parameters or on a cache."""
     program = analysis.program
     inputs = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     outputs = cast("Sequence[object]", program.graph.output_node().args[0])
-    found: list[Kept] = []
+    found: list[CacheOutput] = []
     for number, carried in program.carried.items():
         node = outputs[number]
         if isinstance(node, fx.Node) and source_of(node) in analysis.dims:
             taken = inputs.get(carried.taken.replace(".", "_"))
             known = taken is not None and (taken, 0) in analysis.dims
             value = source_of(node)
-            found.append(Kept(number, carried.path, value, taken if known else None))
+            found.append(CacheOutput(number, carried.path, value, taken if known else None))
     return found
 
 
-def leaving_whole(analysis: Analysis) -> set[Value]:
+def list_model_outputs(analysis: Analysis) -> set[Value]:
     """The values that are outputs of the model, and so are whole on every rank."""
     outputs = cast("Sequence[object]", analysis.program.graph.output_node().args[0])
     carried = analysis.program.carried
@@ -231,7 +231,7 @@ def leaving_whole(analysis: Analysis) -> set[Value]:
     return {source_of(n) for n in nodes}
 
 
-def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
+def find_differentiated_nodes(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
     """The nodes of `graph`, the program's or what became of it, that a backward pass goes through.
 
     Gradients are asked for by what is trained (parameters, inputs that require grad), forward
@@ -243,10 +243,10 @@ def gradients_reach(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
         asks = any(n in asking for n in _passing(node, analysis))
         if ((node.op, node.target) in trained or asks) and _takes_gradient(node):
             asking.add(node)
-    return asking & gradients_return(graph, analysis)
+    return asking & find_gradient_targets(graph, analysis)
 
 
-def gradients_return(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
+def find_gradient_targets(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
     """The nodes of `graph` to which a gradient would come back from the outputs, asked for or not.
 
     None comes back to what is only used where gradients stop: under no_grad, or detached.

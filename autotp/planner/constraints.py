@@ -9,10 +9,16 @@ from autotp.algebra.placement import Placement, split
 from autotp.capture.source_model import Whole, fingerprint
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching
-from autotp.planner.layouts import Layouts, check_layout, overridden
+from autotp.planner.layouts import Layouts, check_layout, matches_glob
 from autotp.records.plan import Plan
 
-__all__ = ["AsAsked", "AsPlanned", "as_overridden", "as_planned", "followed"]
+__all__ = [
+    "OverrideConstraint",
+    "PlanConstraint",
+    "constrain_to_overrides",
+    "constrain_to_plan",
+    "check_followed_plan",
+]
 
 _NO_SUCH_DIM = {
     "column": "no op that reads it turns a dim of it into one of its result",
@@ -22,7 +28,7 @@ _NO_SUCH_DIM = {
 }
 
 
-def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
+def check_followed_plan(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
     where = f"plan= (for {drawn.model}, tp {drawn.tp})"
     if drawn.tp != tp:
@@ -30,7 +36,7 @@ def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     if drawn.fingerprint != fingerprint(whole):
         raise PlanError(
             f"{where}: its {len(drawn.parameters)} parameters are not the "
-            f"{len(whole.parameters)} of {whole.name}{_difference(drawn, whole)}. "
+            f"{len(whole.parameters)} of {whole.name}{_describe_difference(drawn, whole)}. "
             "Give the plan of this very model, or none."
         )
     if drawn.training != training:
@@ -41,34 +47,34 @@ def followed(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
     return drawn
 
 
-def as_planned(plan: Plan, analysis: Analysis) -> dict[str, "AsPlanned"]:
+def constrain_to_plan(plan: Plan, analysis: Analysis) -> dict[str, "PlanConstraint"]:
     """Every parameter split as `plan` says; whole ones stay whole, however gradients are summed."""
-    return {name: AsPlanned(plan, analysis, name) for name in analysis.parameters}
+    return {name: PlanConstraint(plan, analysis, name) for name in analysis.parameters}
 
 
-def as_overridden(
+def constrain_to_overrides(
     overrides: Mapping[str, str], whole: Whole, analysis: Analysis, matching: Matching, tp: int
-) -> dict[str, "AsAsked"]:
+) -> dict[str, "OverrideConstraint"]:
     """What `overrides` (globs to layouts) leave to the parameters they name; later ones win.
 
     A bias follows its product: where a glob names it beside a weight that is to be cut along a
     contracted axis or the vocabulary, it is left free. So is what a glob names beside experts.
     """
-    allowed: dict[str, AsAsked] = {}
+    allowed: dict[str, OverrideConstraint] = {}
     layouts = Layouts(analysis, matching)
     for glob, layout in overrides.items():
-        chosen = _chosen(glob, layout, whole, analysis)
+        chosen = _match_glob(glob, layout, whole, analysis)
         several = matching.experts.keys() & {*chosen}
         for name in chosen:
             follows = name != glob and layout not in ("column", "replicated")
             beside = layout == "expert" and several and name not in several
             if not (follows and (beside or layouts.is_bias(name))):
-                allowed[name] = AsAsked(layouts, name, glob, layout, tp)
+                allowed[name] = OverrideConstraint(layouts, name, glob, layout, tp)
     return allowed
 
 
 @dataclass(frozen=True, slots=True)
-class AsPlanned:
+class PlanConstraint:
     """One parameter, split as a plan says."""
 
     plan: Plan
@@ -97,7 +103,7 @@ class AsPlanned:
 
 
 @dataclass(frozen=True, slots=True)
-class AsAsked:
+class OverrideConstraint:
     """One parameter, laid out as an override asks."""
 
     layouts: Layouts
@@ -143,7 +149,7 @@ class AsAsked:
         analysis = self.layouts.analysis
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
             for axis in analysis.forest.leaves(dim):
-                if axis.may_be_split:
+                if axis.is_splittable:
                     yield split(number, axis.name), axis
 
     def _offers(self, possible: Sequence[Placement]) -> list[str]:
@@ -167,10 +173,10 @@ class AsAsked:
         return " or ".join(dict.fromkeys(told)).removeprefix("one ")
 
 
-def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
+def _match_glob(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
     """The parameters that a glob names."""
     check_layout(glob, layout)
-    names = [n for n in analysis.parameters if overridden(n, glob)]
+    names = [n for n in analysis.parameters if matches_glob(n, glob)]
     if not names:
         every = list(whole.parameters)
         close = get_close_matches(glob, every, 3, 0.3) or every[:3]
@@ -181,7 +187,7 @@ def _chosen(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[st
     return names
 
 
-def _difference(drawn: Plan, whole: Whole) -> str:
+def _describe_difference(drawn: Plan, whole: Whole) -> str:
     for name, record in drawn.parameters.items():
         tensor = whole.parameters.get(name)
         if tensor is None:

@@ -32,14 +32,14 @@ from autotp.cost.conversions import Cost, Delivered, Prices
 from autotp.errors import PlanError
 from autotp.planner.analysis import (
     Analysis,
+    CacheOutput,
     Decision,
-    Kept,
     Matching,
     Use,
-    kept_outputs,
-    leaving_whole,
+    list_cache_outputs,
+    list_model_outputs,
 )
-from autotp.planner.strategy import Facts, Strategy, strategies
+from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
 
@@ -67,7 +67,7 @@ class PlacementProblem:
 
 def formulate(analysis: Analysis, matching: Matching, terms: Terms) -> PlacementProblem:
     """The placement problem of `analysis` under `terms`."""
-    return _Poser(analysis, matching, terms).posed()
+    return _Formulation(analysis, matching, terms).posed()
 
 
 def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
@@ -81,7 +81,7 @@ def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
     )
 
 
-class _Poser:
+class _Formulation:
     """Variables and edges while they are collected."""
 
     def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
@@ -92,8 +92,8 @@ class _Poser:
         self.tables: dict[object, NDArray[np.int64]] = {}
         self.prices: dict[Value, Prices] = {}
         self.paddings: dict[Partition, Fraction] = {}
-        self.weights = Weights(analysis, matching, terms)
-        self.caches = Caches(analysis, terms)
+        self.weights = WeightCosts(analysis, matching, terms)
+        self.caches = CacheDomains(analysis, terms)
         self.order = {n.name: k for k, n in enumerate(analysis.program.graph.nodes)}
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
@@ -130,7 +130,7 @@ class _Poser:
             self.readers[kept.value].append((None, kept.number))
 
     def _output_values(self) -> list[Value]:
-        found = leaving_whole(self.analysis)
+        found = list_model_outputs(self.analysis)
         every = [source_of(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
         return [v for v in dict.fromkeys(every) if v in found and v in self.analysis.dims]
 
@@ -154,7 +154,7 @@ class _Poser:
         )
         tp, training = self.terms.tp, self.terms.training
         forest, offers = analysis.forest, self.terms.offers
-        found = strategies(use.rule, facts, forest, tp, training=training, offers=offers)
+        found = derive_strategies(use.rule, facts, forest, tp, training=training, offers=offers)
         return tuple(s for s in found if self._is_bounded(use.node, s))
 
     def _is_bounded(self, node: Any, strategy: Strategy) -> bool:
@@ -337,11 +337,11 @@ class _Poser:
         cost: Callable[[Any, Any], Cost],
         kind: str,
     ) -> None:
-        same = _canonical(rows, columns, self._padding)
+        same = _canonicalise(rows, columns, self._padding)
         key = (kind, prices.size, prices.summed, prices.flows, prices.weight, same)
         table = self.tables.get(key)
         if table is None:
-            table = self.tables[key] = _table(rows, columns, cost)
+            table = self.tables[key] = _tabulate_costs(rows, columns, cost)
         self.edges.append(Edge(first, second, table))
 
     def _outputs(self) -> None:
@@ -363,7 +363,7 @@ class _Poser:
             self._reader(value, sink, [REPLICATED], keep=False)
 
 
-def _table(
+def _tabulate_costs(
     rows: Sequence[Any], columns: Sequence[Any], cost: Callable[[Any, Any], Cost]
 ) -> NDArray[np.int64]:
     table = np.zeros((len(LEVELS), len(rows), len(columns)), np.int64)
@@ -375,7 +375,7 @@ def _table(
     return table
 
 
-def _canonical(
+def _canonicalise(
     rows: Iterable[Any], columns: Iterable[Any], padding: Callable[[Partition], Fraction]
 ) -> object:
     """Placements with axes numbered by first appearance: equal for equal layers."""
@@ -398,7 +398,7 @@ class WeightCost(NamedTuple):
     held: int
 
 
-class Weights:
+class WeightCosts:
     """The parameters of one program under one set of terms."""
 
     def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
@@ -455,7 +455,7 @@ Cut = tuple[int | None, tuple[int, ...]]
 """What of a value each rank has, apart from how axes are called: a dim and its encoded split."""
 
 
-class Caches:
+class CacheDomains:
     """The tensors of a program's cache.
 
     - `outputs`: those that it gives; `paths`: those that it takes, by placeholder.
@@ -463,7 +463,7 @@ class Caches:
 
     def __init__(self, analysis: Analysis, terms: Terms) -> None:
         self.analysis, self.terms = analysis, terms
-        self.outputs = kept_outputs(analysis)
+        self.outputs = list_cache_outputs(analysis)
         self.paths = {kept.taken: kept.path for kept in self.outputs if kept.taken}
 
     def taken(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
@@ -474,13 +474,13 @@ class Caches:
         cuts = sorted(p for p in wanted if p.kind == "S")
         return self._as_before(path, (node, 0), [REPLICATED, *cuts])
 
-    def given(self, kept: Kept, made: Sequence[Placement]) -> list[Placement]:
+    def given(self, kept: CacheOutput, made: Sequence[Placement]) -> list[Placement]:
         """How an output may lie: as it was made, or whole."""
         cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
         return self._as_before(kept.path, kept.value, [REPLICATED, *cuts])
 
     def tied(
-        self, kept: Kept, before: Sequence[Placement], after: Sequence[Placement]
+        self, kept: CacheOutput, before: Sequence[Placement], after: Sequence[Placement]
     ) -> NDArray[np.int64]:
         """The costs of an edge by which an output lies as the input whose place it takes."""
         assert kept.taken is not None

@@ -10,9 +10,9 @@ import numpy as np
 
 from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value
-from autotp.planner.analysis import Analysis, kept_outputs
+from autotp.planner.analysis import Analysis, list_cache_outputs
 from autotp.planner.formulate import PlacementProblem
-from autotp.solver.joint import Phase, Tie, joined
+from autotp.solver.joint import Phase, Tie, merge_phases
 from autotp.solver.problem import Problem
 
 __all__ = ["PlannedPhase", "formulate_phases"]
@@ -39,27 +39,27 @@ def formulate_phases(phases: Sequence[PlannedPhase]) -> tuple[list[Phase], Probl
         again = frozenset(v for name, (v, _) in posed.items() if name in counted)
         counted |= {*posed}
         parts.append(Phase(phase.posed.problem, phase.calls, again))
-    return parts, joined(parts, list(_ties(phases)))
+    return parts, merge_phases(parts, list(_tie_phases(phases)))
 
 
-def _ties(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
+def _tie_phases(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
     """Each phase's weights with the first that has them, its cache with the one before."""
     weights: dict[str, tuple[int, Analysis, _Held]] = {}
     left: dict[str, tuple[int, Analysis, _Held]] = {}
     for number, phase in enumerate(phases):
         analysis = phase.analysis
-        for name, held in _weights(phase).items():
-            yield from _tied(
+        for name, held in _list_weights(phase).items():
+            yield from _tie_variables(
                 weights.setdefault(name, (number, analysis, held)), number, phase, held
             )
-        taken, given = _caches(phase)
+        taken, given = _list_caches(phase)
         for path, held in taken.items():
             if path in left:
-                yield from _tied(left[path], number, phase, held)
+                yield from _tie_variables(left[path], number, phase, held)
         left |= {path: (number, analysis, held) for path, held in given.items()}
 
 
-def _tied(
+def _tie_variables(
     before: tuple[int, Analysis, _Held], number: int, phase: PlannedPhase, held: _Held
 ) -> Iterator[Tie]:
     first, analysis, (variable, domain, value) = before
@@ -71,14 +71,14 @@ def _tied(
     yield Tie((first, variable), (number, ours), np.array(agree))
 
 
-def _weights(phase: PlannedPhase) -> dict[str, _Held]:
+def _list_weights(phase: PlannedPhase) -> dict[str, _Held]:
     nodes = phase.analysis.parameters
     return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.posed.parameters.items()}
 
 
-def _caches(phase: PlannedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
+def _list_caches(phase: PlannedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
     """The tensors of a cache that a phase takes, and those that it gives, by path."""
     kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.posed.kept
-    outputs = kept_outputs(phase.analysis)
+    outputs = list_cache_outputs(phase.analysis)
     taken = {k.path: (*kept[k.taken.name], (k.taken, 0)) for k in outputs if k.taken is not None}
     return taken, {k.path: (*kept[k.number], k.value) for k in outputs}

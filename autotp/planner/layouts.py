@@ -18,7 +18,7 @@ from autotp.algebra.placement import Placement
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching, Use
 
-__all__ = ["LAYOUTS", "Layouts", "check_layout", "overridden"]
+__all__ = ["LAYOUTS", "Layouts", "check_layout", "matches_glob"]
 
 LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
 """What an override may ask for."""
@@ -114,7 +114,7 @@ def _is_contracted(use: Use, k: int) -> bool:
     return any(k in own and len(own) > 1 for own in reduced)
 
 
-def overridden(name: str, glob: str) -> bool:
+def matches_glob(name: str, glob: str) -> bool:
     """Whether an override's glob names a parameter, with or without its last component."""
     return fnmatchcase(name, glob) or fnmatchcase(name.rpartition(".")[0], glob)
 

@@ -27,8 +27,8 @@ from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.capture.graph_facts import Value, source_of
 from autotp.oprules.rule import Factor
 from autotp.oprules.rulebook import Role, Rulebook
-from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, leaving_whole
-from autotp.planner.match_experts import with_experts
+from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, list_model_outputs
+from autotp.planner.match_experts import add_experts
 
 __all__ = ["match"]
 
@@ -47,16 +47,16 @@ class _Reach:
 
 def match(analysis: Analysis, rulebook: Rulebook) -> Matching:
     """The pairs of an analysed program, with roles from the rulebook."""
-    found = _Finder(analysis, rulebook).matching()
+    found = _PairFinder(analysis, rulebook).matching()
     rest = frozenset(analysis.parameters) - set(found.home)
-    summed = _Finder(analysis, rulebook, rest).matching() if len(rest) > 1 else Matching()
-    return with_experts(analysis, found, summed)
+    summed = _PairFinder(analysis, rulebook, rest).matching() if len(rest) > 1 else Matching()
+    return add_experts(analysis, found, summed)
 
 
 VOCABULARY = Role("vocabulary", frozenset(), "vocabulary")
 
 
-class _Finder:
+class _PairFinder:
     """Openers, closers and families; of `rest` alone, if given: axes may be summed on their way."""
 
     def __init__(
@@ -64,7 +64,7 @@ class _Finder:
     ) -> None:
         self.rest = rest
         self.analysis, self.forest, self.rulebook = analysis, analysis.forest, rulebook
-        self.outputs = leaving_whole(analysis)
+        self.outputs = list_model_outputs(analysis)
         self.openers: dict[Atom, list[str]] = defaultdict(list)
         self.closers: dict[Atom, list[str]] = defaultdict(list)
         self.followers: dict[Atom, list[str]] = defaultdict(list)
@@ -90,7 +90,7 @@ class _Finder:
         names = self._parameters(use.operands[k].value)
         if self.rest is not None and not self.rest.issuperset(names):
             return
-        if is_table(use, k, self.analysis, self.rulebook):
+        if is_vocabulary(use, k, self.analysis, self.rulebook):
             for atom in self._table_axes(use, k):
                 _extend(self.vocabulary[atom], names)
             self.tables.update(names)
@@ -144,13 +144,13 @@ class _Finder:
             weights = all(use.operands[s].value in self.analysis.weights for s in operands)
             if factor.kind == "pass" and k in operands and weights:
                 yield from dict.fromkeys(
-                    a for a in self.forest.leaves(factor.dim) if a.may_be_split
+                    a for a in self.forest.leaves(factor.dim) if a.is_splittable
                 )
 
     def _table_axes(self, use: Use, k: int) -> Iterable[Atom]:
         for factor in use.rule.factors:
             if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
-                yield from (a for a in self.forest.leaves(factor.dim) if a.may_be_split)
+                yield from (a for a in self.forest.leaves(factor.dim) if a.is_splittable)
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────
 
@@ -222,7 +222,7 @@ class _Finder:
     def _together(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
         """Static axes that share a dim of operand `k`: factors of one head dim."""
         dims = use.operands[k].dims
-        groups = [tuple(a for a in self.forest.leaves(d) if a.may_be_split) for d in dims]
+        groups = [tuple(a for a in self.forest.leaves(d) if a.is_splittable) for d in dims]
         return [g for g in groups if len(g) > 1]
 
     def _parameters(self, value: Value) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ class _Finder:
         """
         every = tuple(out.pairs)
         weight = {
-            p: sum(carried(self.analysis, n, p.axes) for n in {*p.openers, *p.closers})
+            p: sum(count_carried_bytes(self.analysis, n, p.axes) for n in {*p.openers, *p.closers})
             for p in out.pairs
         }
         while True:
@@ -309,7 +309,7 @@ class _Finder:
             out.pairs = [p for p in out.pairs if p in joined]
         beside = {n: self._beside(n, p, out.pairs, weight) for n, p in out.pair_of.items()}
         settled = set(out.pair_of.values())
-        out.pairs = [p for p in out.pairs if p in settled or _joins(p, beside)]
+        out.pairs = [p for p in out.pairs if p in settled or _can_merge(p, beside)]
         for name, pair in out.pair_of.items():
             inside = (p for p in out.pairs if name in (*p.openers, *p.closers))
             others = beside[name] if pair.vocabulary else inside  # in a chain the costs decide
@@ -368,11 +368,11 @@ class _Finder:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
         if name in self.tables - self.heads:  # a tied table follows its head
-            return tuple(dict.fromkeys(a for a in leaves if a.may_be_split))
+            return tuple(dict.fromkeys(a for a in leaves if a.is_splittable))
         return tuple(a for a in pair.axes if a in leaves)
 
 
-def _joins(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
+def _can_merge(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
     """Whether a pair has an opener and a closer beside the pairs that these have settled in."""
     return all(
         any(pair in beside.get(n, ()) for n in names) for names in (pair.openers, pair.closers)
@@ -383,25 +383,25 @@ def _extend(names: list[str], more: Iterable[str]) -> None:
     names += [n for n in more if n not in names]
 
 
-def carried(analysis: Analysis, name: str, axes: tuple[Atom, ...]) -> Fraction:
+def count_carried_bytes(analysis: Analysis, name: str, axes: tuple[Atom, ...]) -> Fraction:
     """The bytes of parameter `name` that carry `axes`: those of its segments with them."""
     value = (analysis.parameters[name], 0)
     meta = analysis.metas[value]
-    shares = (_share(analysis.forest, dim, axes) for dim in analysis.dims[value])
+    shares = (_find_share(analysis.forest, dim, axes) for dim in analysis.dims[value])
     return Fraction(meta.nbytes) * max(shares, default=Fraction(0))
 
 
-def _share(forest: Forest, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:
+def _find_share(forest: Forest, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:
     flat = forest.flat(dim)
     if any(atom in axes for atom in flat):
         return Fraction(1)
     sums = [forest.sections(a) for a in flat if a.segments is not None]
-    return max((_mixed(forest, sections, axes) for sections in sums), default=Fraction(0))
+    return max((_mix_shares(forest, sections, axes) for sections in sums), default=Fraction(0))
 
 
-def _mixed(forest: Forest, sections: tuple[Dim, ...], axes: tuple[Atom, ...]) -> Fraction:
+def _mix_shares(forest: Forest, sections: tuple[Dim, ...], axes: tuple[Atom, ...]) -> Fraction:
     sizes = [forest.size(s).coefficient for s in sections]
-    shares = [_share(forest, s, axes) for s in sections]
+    shares = [_find_share(forest, s, axes) for s in sections]
     return Fraction(sum(n * s for n, s in zip(sizes, shares, strict=True))) / max(sum(sizes), 1)
 
 
@@ -419,15 +419,15 @@ ALIKE = frozenset(
 """Makers of one number everywhere: as ids they stand for an input that was not given."""
 
 
-def is_table(use: Use, k: int, analysis: Analysis, rulebook: Rulebook) -> bool:
+def is_vocabulary(use: Use, k: int, analysis: Analysis, rulebook: Rulebook) -> bool:
     """Whether operand `k` is looked up by an integer input, moved about but not computed with."""
     if use.rule.emit != "lookup" or k != 0:
         return False
     ids = (o.value[0] for o in use.operands if o.value not in analysis.weights)
-    return _is_moved(next(ids), rulebook, set())
+    return _is_moved_input(next(ids), rulebook, set())
 
 
-def _is_moved(node: fx.Node, rulebook: Rulebook, seen: set[fx.Node]) -> bool:
+def _is_moved_input(node: fx.Node, rulebook: Rulebook, seen: set[fx.Node]) -> bool:
     if node.op == "placeholder" or node.target in ALIKE:
         return True
     node = source_of(node)[0]
@@ -436,4 +436,4 @@ def _is_moved(node: fx.Node, rulebook: Rulebook, seen: set[fx.Node]) -> bool:
         return False
     seen.add(node)
     sources = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return any(_is_moved(n, rulebook, seen) for n in sources)
+    return any(_is_moved_input(n, rulebook, seen) for n in sources)

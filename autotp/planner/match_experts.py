@@ -13,35 +13,35 @@ from dataclasses import replace
 from autotp.algebra.axis import Atom
 from autotp.planner.analysis import Analysis, Matching, Use
 
-__all__ = ["with_experts"]
+__all__ = ["add_experts"]
 
 
-def with_experts(analysis: Analysis, found: Matching, rest: Matching) -> Matching:
+def add_experts(analysis: Analysis, found: Matching, rest: Matching) -> Matching:
     """Both matchings as one, the experts of its pairs found, as one more home of their weights."""
     pairs, pair_of = found.pairs + rest.pairs, found.pair_of | rest.pair_of
     matching = replace(found, pairs=pairs, home=found.home | rest.home, pair_of=pair_of)
-    weights = _weights(analysis, matching)
+    weights = _find_expert_weights(analysis, matching)
     home = {name: (*matching.home[name], axis) for name, axis in weights.items()}
-    experts = weights | _biases(analysis, set(weights.values()))
+    experts = weights | _find_expert_biases(analysis, set(weights.values()))
     return replace(matching, home=matching.home | home, experts=experts)
 
 
-def _weights(analysis: Analysis, matching: Matching) -> dict[str, Atom]:
+def _find_expert_weights(analysis: Analysis, matching: Matching) -> dict[str, Atom]:
     """The axis of experts of each weight of a pair that has one."""
-    beside = _beside(analysis)
+    beside = _find_shared_axes(analysis)
     paired = {axis for pair in matching.pairs for axis in pair.axes}
     found: dict[str, Atom] = {}
     for name, pair in matching.pair_of.items():
-        sides = [[_axes(analysis, n) for n in names] for names in (pair.openers, pair.closers)]
+        sides = [[_list_axes(analysis, n) for n in names] for names in (pair.openers, pair.closers)]
         several = {a for n in (*pair.openers, *pair.closers) for a in beside[n]} - paired
-        for axis in _axes(analysis, name):
+        for axis in _list_axes(analysis, name):
             joint = all(any(axis in own for own in side) for side in sides)
             if axis in several and joint and not pair.vocabulary:
                 found.setdefault(name, axis)
     return found
 
 
-def _biases(analysis: Analysis, experts: set[Atom]) -> dict[str, Atom]:
+def _find_expert_biases(analysis: Analysis, experts: set[Atom]) -> dict[str, Atom]:
     """The axis of each table that gives the rows of an expert what is its own."""
     found: dict[str, Atom] = {}
     for use in analysis.uses.values() if experts else ():
@@ -52,25 +52,25 @@ def _biases(analysis: Analysis, experts: set[Atom]) -> dict[str, Atom]:
     return found
 
 
-def _axes(analysis: Analysis, name: str) -> dict[Atom, None]:
+def _list_axes(analysis: Analysis, name: str) -> dict[Atom, None]:
     """The axes that are whole dims of a parameter."""
     dims = analysis.dims[(analysis.parameters[name], 0)]
     flat = [analysis.forest.flat(dim) for dim in dims]
-    return dict.fromkeys(dim[0] for dim in flat if len(dim) == 1 and dim[0].may_be_split)
+    return dict.fromkeys(dim[0] for dim in flat if len(dim) == 1 and dim[0].is_splittable)
 
 
-def _beside(analysis: Analysis) -> dict[str, set[Atom]]:
+def _find_shared_axes(analysis: Analysis) -> dict[str, set[Atom]]:
     """For each parameter that is contracted, its axes that activations have too, or whose groups
     are.
     """
     found: dict[str, set[Atom]] = defaultdict(set)
     for name in analysis.parameters:
         for use, k in analysis.readers_of_parameter(name):
-            found[name].update(_several(analysis, use, k))
+            found[name].update(_find_expert_axes(analysis, use, k))
     return found
 
 
-def _several(analysis: Analysis, use: Use, k: int) -> Iterator[Atom]:
+def _find_expert_axes(analysis: Analysis, use: Use, k: int) -> Iterator[Atom]:
     """The axes along which operand `k`, contracted with an activation, is one weight of several."""
     active = {s for s, o in enumerate(use.operands) if o.value not in analysis.weights}
     slots = [({s for s, _ in f.slots if s >= 0}, f) for f in use.rule.factors]
@@ -79,4 +79,4 @@ def _several(analysis: Analysis, use: Use, k: int) -> Iterator[Atom]:
     for own, factor in slots:
         batch = factor.kind == "pass" and own & active
         if k in own and (batch or factor.grouped):
-            yield from (a for a in analysis.forest.flat(factor.dim) if a.may_be_split)
+            yield from (a for a in analysis.forest.flat(factor.dim) if a.is_splittable)

@@ -13,22 +13,22 @@ from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.partition import Offers, Part, Partition
 from autotp.planner.analysis import Analysis, AxisPair, Matching
 
-__all__ = ["factored", "offered"]
+__all__ = ["factor_pair", "find_offers"]
 
 
-def offered(analysis: Analysis, matching: Matching, tp: int) -> Offers:
+def find_offers(analysis: Analysis, matching: Matching, tp: int) -> Offers:
     """The offers of all pairs at group size `tp`."""
     if tp == 1:
         return Offers()
-    axes = {a for pair in matching.pairs for a in pair.axes} | set(_rows(analysis))
+    axes = {a for pair in matching.pairs for a in pair.axes} | set(_list_embedding_rows(analysis))
     axes |= {*matching.experts.values()}
     uneven = frozenset(a.name for a in axes if a.units >= tp and a.units % tp)
-    factors = [factored(pair, tp) for pair in matching.pairs]
-    joint = [*(p for p in factors if p), *_side_by_side(analysis, matching, tp)]
+    factors = [factor_pair(pair, tp) for pair in matching.pairs]
+    joint = [*(p for p in factors if p), *_find_joint_partitions(analysis, matching, tp)]
     return Offers(uneven, tuple(dict.fromkeys(joint)))
 
 
-def _rows(analysis: Analysis) -> Iterator[Atom]:
+def _list_embedding_rows(analysis: Analysis) -> Iterator[Atom]:
     """The rows of tables that are looked up, whatever by."""
     for use in analysis.uses.values():
         for factor in use.rule.factors if use.rule.emit == "lookup" else ():
@@ -36,7 +36,7 @@ def _rows(analysis: Analysis) -> Iterator[Atom]:
                 yield from analysis.forest.leaves(factor.dim)
 
 
-def factored(pair: AxisPair, tp: int) -> Partition | None:
+def factor_pair(pair: AxisPair, tp: int) -> Partition | None:
     """The partition of a factored group, where a pair's first axis has fewer units than ranks.
 
     Of all n1 * n2 the one with the fewest heads on the fullest rank, then the fewest copies.
@@ -55,28 +55,28 @@ def factored(pair: AxisPair, tp: int) -> Partition | None:
     return Partition((Part(first.name, n, tp // n), Part(second.name, tp // n, 1)))
 
 
-def _side_by_side(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
+def _find_joint_partitions(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
     """A partition for each sum of segments that belong to several pairs, or in part to none."""
     forest = analysis.forest
     of_axis = {a: pair for pair in matching.pairs for a in pair.axes}
     for name, node in analysis.parameters.items():
         for dim in analysis.dims[(node, 0)]:
-            sections = list(_sections(analysis, dim))
-            pairs = [p for s in sections for p in _pairs(analysis, s, of_axis)]
+            sections = list(_list_sections(analysis, dim))
+            pairs = [p for s in sections for p in _list_pairs(analysis, s, of_axis)]
             distinct = list(dict.fromkeys(pairs))
-            cuts = [_cut(pair, tp) for pair in distinct]
+            cuts = [_partition_pair(pair, tp) for pair in distinct]
             if any(
                 name in pair.closers for pair in distinct
             ):  # what it contracts is cut throughout
-                rest = [s for s in sections if not any(_pairs(analysis, s, of_axis))]
-                cuts += dict.fromkeys(_filled(analysis, s, tp) for s in rest)
+                rest = [s for s in sections if not any(_list_pairs(analysis, s, of_axis))]
+                cuts += dict.fromkeys(_partition_section(analysis, s, tp) for s in rest)
             if len(cuts) > 1 and all(cuts):
                 parts = tuple(part for cut in cuts if cut for part in cut.parts)
                 if len({p.axis for p in parts}) == len(parts):
                     yield forest.present((dim,), Partition(parts))
 
 
-def _filled(analysis: Analysis, section: Dim, tp: int) -> Partition | None:
+def _partition_section(analysis: Analysis, section: Dim, tp: int) -> Partition | None:
     """How a segment of no pair is cut beside those of pairs: along an axis that `tp` divides."""
     leaves = (a for a in analysis.forest.leaves(section) if not a.data)
     return next((Partition((Part(a.name),)) for a in leaves if _divides(a, tp)), None)
@@ -86,21 +86,23 @@ def _divides(axis: Atom, tp: int) -> bool:
     return axis.units > 0 and axis.units % tp == 0
 
 
-def _sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:
+def _list_sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:
     for atom in analysis.forest.flat(dim):
         if atom.segments is not None:
             yield from analysis.forest.sections(atom)
 
 
-def _pairs(analysis: Analysis, section: Dim, of_axis: dict[Atom, AxisPair]) -> Iterator[AxisPair]:
+def _list_pairs(
+    analysis: Analysis, section: Dim, of_axis: dict[Atom, AxisPair]
+) -> Iterator[AxisPair]:
     for leaf in analysis.forest.leaves(section):
         if leaf in of_axis:
             yield of_axis[leaf]
 
 
-def _cut(pair: AxisPair, tp: int) -> Partition | None:
+def _partition_pair(pair: AxisPair, tp: int) -> Partition | None:
     """How the pair is cut on its own: along its first axis that has a unit for every rank."""
     fitting = [a for a in pair.axes if a.units >= tp]
     if fitting:
         return Partition((Part(fitting[0].name),))
-    return factored(pair, tp)
+    return factor_pair(pair, tp)

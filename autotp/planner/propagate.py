@@ -24,7 +24,7 @@ from autotp.oprules.discover.call import Opaque, opaque_of
 from autotp.oprules.discover.discover import bound, discovered
 from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
-from autotp.planner.analysis import Analysis, Use, gradients_return
+from autotp.planner.analysis import Analysis, Use, find_gradient_targets
 
 __all__ = ["propagate"]
 
@@ -47,14 +47,14 @@ def propagate(
     for node in program.graph.nodes:
         reader.visit(node)
     if strict and reader.analysis.unruled:
-        raise UnknownOpError(_unknown(reader.analysis.unruled))
+        raise UnknownOpError(_describe_unknown_ops(reader.analysis.unruled))
     analysis = reader.analysis
-    returning = gradients_return(program.graph, analysis)
+    returning = find_gradient_targets(program.graph, analysis)
     analysis.differentiable = {v for v in analysis.differentiable if v[0] in returning}
     return analysis
 
 
-def _unknown(nodes: Sequence[fx.Node]) -> str:
+def _describe_unknown_ops(nodes: Sequence[fx.Node]) -> str:
     first = nodes[0]
     path, line = module_path(first) or "the root", source_line(first)
     source = f" ({line})" if line else ""
@@ -128,7 +128,7 @@ class _Reader:
     def _call(self, node: fx.Node) -> None:
         if node.target is torch.ops.aten.sym_size.int:
             return  # free sizes are of the data, and no part of a value has others
-        found = list(_tensors(node))
+        found = list(_list_tensors(node))
         if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
             return
         row = self.rulebook.rows.get(str(node.target))
@@ -163,7 +163,7 @@ class _Reader:
     ) -> Call:
         count = max(metas, default=-1) + 1
         sizes = [self.sizes.of(metas[k]) if k in metas else () for k in range(count)]
-        arguments, positions = arguments_of(node, operands)
+        arguments, positions = list_arguments(node, operands)
         dims = [o.dims for o in operands]
         return Call(self.forest, dims, sizes, positions, arguments, row, self.orders)
 
@@ -224,7 +224,7 @@ class _Reader:
                 analysis.differentiable.add((node, k))
 
 
-def _tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:
+def _list_tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:
     """Every tensor operand with the place where it stands."""
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
     for place, argument in places:
@@ -241,7 +241,7 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def arguments_of(
+def list_arguments(
     node: fx.Node, operands: Sequence[Operand]
 ) -> tuple[Mapping[str, Any], tuple[int | None, ...]]:
     """Arguments by schema name, and the operand number of each tensor argument of the schema."""

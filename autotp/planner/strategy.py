@@ -27,7 +27,7 @@ from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
 from autotp.oprules.rule import ALIGNED, Factor, NodeRule, Slot
 
-__all__ = ["Facts", "Strategy", "strategies"]
+__all__ = ["Facts", "Strategy", "derive_strategies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Facts:
     flows: bool
 
 
-def strategies(
+def derive_strategies(
     rule: NodeRule,
     facts: Facts,
     forest: Forest,
@@ -73,12 +73,12 @@ def strategies(
     contracted dim must be cut in every segment, without copies (what is whole on every rank would
     be summed `tp` times).
     """
-    maker = _Maker(rule, facts, forest, tp, training, offers)
+    maker = _StrategyMaker(rule, facts, forest, tp, training, offers)
     return tuple(maker.all())
 
 
 @dataclass(slots=True)
-class _Maker:
+class _StrategyMaker:
     rule: NodeRule
     facts: Facts
     forest: Forest

@@ -10,7 +10,7 @@ from typing import Final
 
 from autotp.records.plan import ParameterRecord
 
-__all__ = ["Held", "distinct", "much_whole", "starred"]
+__all__ = ["Held", "distinct", "describe_excess_replication", "starred"]
 
 MUCH: Final = 0.1
 """The share of the bytes above which a plan is warned about."""
@@ -43,7 +43,7 @@ def distinct(parameters: Mapping[str, ParameterRecord]) -> list[Held]:
     return sorted(found, key=lambda held: -held.bytes)
 
 
-def much_whole(parameters: Mapping[str, ParameterRecord], tp: int) -> str:
+def describe_excess_replication(parameters: Mapping[str, ParameterRecord], tp: int) -> str:
     """The warning that `tp` ranks hold more than a tenth of the bytes whole; else empty."""
     listed = distinct(parameters)
     total = sum(r.bytes for r in parameters.values())

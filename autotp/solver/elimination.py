@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from autotp.solver.problem import Problem
 
-__all__ = ["Step", "eliminate", "elimination_order", "packing", "table_size", "width"]
+__all__ = ["Step", "eliminate", "order_variables", "pack_costs", "count_entries", "find_width"]
 
 Costs: TypeAlias = NDArray[np.int64]
 Signature: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -57,7 +57,7 @@ class _Store:
         return len(self.tables) - 1
 
 
-def elimination_order(
+def order_variables(
     sizes: Sequence[int], pairs: Iterable[tuple[int, int]], by_size: bool = False
 ) -> tuple[Step, ...]:
     """The order of least degree (`by_size`: of least joined table) over variables and `pairs`.
@@ -68,7 +68,7 @@ def elimination_order(
     - Ties go to the neighbourhood with the fewest eliminations so far, then to the lower index; the
       order depends on nothing else.
     """
-    adjacent = _adjacency(len(sizes), pairs)
+    adjacent = _list_neighbours(len(sizes), pairs)
 
     def weight(v: int) -> int:
         return sizes[v] * prod([sizes[u] for u in adjacent[v]]) if by_size else len(adjacent[v])
@@ -94,17 +94,17 @@ def elimination_order(
     return tuple(steps)
 
 
-def width(steps: Sequence[Step]) -> int:
+def find_width(steps: Sequence[Step]) -> int:
     """The largest number of variables, less one, that a step joins."""
     return max((len(step.scope) for step in steps), default=0)
 
 
-def table_size(steps: Sequence[Step], sizes: Sequence[int]) -> int:
+def count_entries(steps: Sequence[Step], sizes: Sequence[int]) -> int:
     """The number of entries of the largest table that the steps join."""
     return max((sizes[s.variable] * prod(sizes[u] for u in s.scope) for s in steps), default=1)
 
 
-def packing(problem: Problem) -> Costs:
+def pack_costs(problem: Problem) -> Costs:
     """The int64 matrix (words, levels) that packs a cost tuple into as few words as hold it.
 
     Example: levels whose totals stay below 10, 100 and 2^61 give `[[100, 1, 0], [0, 0, 1]]`.
@@ -113,7 +113,7 @@ def packing(problem: Problem) -> Costs:
     - Packed words are ordered as the tuples are, for every sum of the problem's costs.
     - Costs are not negative, and no level's total reaches 2^62.
     """
-    ranges = [total + 1 for total in _largest_totals(problem)]
+    ranges = [total + 1 for total in _bound_totals(problem)]
     assert max(ranges, default=1) <= WORD, f"a level's total reaches 2^62: {ranges}"
     rows: list[list[int]] = []
     used = 1
@@ -134,10 +134,10 @@ def eliminate(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
     - Among equal minima a step takes the first choice in its variable's domain.
     """
     store = _Store()
-    incident = _incident(problem, store)
+    incident = _collect_tables(problem, store)
     best: list[NDArray[np.intp]] = []
     for step in steps:
-        serial, argmin = _eliminated(step, incident, store)
+        serial, argmin = _eliminate_variable(step, incident, store)
         best.append(argmin)
         for u in step.scope:
             incident[u][step.scope] = (*incident[u].get(step.scope, ()), serial)
@@ -147,7 +147,7 @@ def eliminate(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
     return tuple(choice)
 
 
-def _adjacency(count: int, pairs: Iterable[tuple[int, int]]) -> list[set[int]]:
+def _list_neighbours(count: int, pairs: Iterable[tuple[int, int]]) -> list[set[int]]:
     adjacent: list[set[int]] = [set() for _ in range(count)]
     for a, b in pairs:
         if a != b:
@@ -156,7 +156,7 @@ def _adjacency(count: int, pairs: Iterable[tuple[int, int]]) -> list[set[int]]:
     return adjacent
 
 
-def _largest_totals(problem: Problem) -> list[int]:
+def _bound_totals(problem: Problem) -> list[int]:
     arrays = [v.costs for v in problem.variables] + [e.costs for e in problem.edges]
     times = Counter(id(a) for a in arrays)
     totals = [0] * len(problem.levels)
@@ -172,8 +172,8 @@ Incident: TypeAlias = list[dict[tuple[int, ...], tuple[int, ...]]]
 """For each variable the tables that hold it: serials by scope."""
 
 
-def _incident(problem: Problem, store: _Store) -> Incident:
-    matrix = packing(problem)
+def _collect_tables(problem: Problem, store: _Store) -> Incident:
+    matrix = pack_costs(problem)
     by_source: dict[tuple[int, str], int] = {}
     by_content: dict[tuple[tuple[int, ...], bytes], int] = {}
 
@@ -201,7 +201,9 @@ def _incident(problem: Problem, store: _Store) -> Incident:
     return incident
 
 
-def _eliminated(step: Step, incident: Incident, store: _Store) -> tuple[int, NDArray[np.intp]]:
+def _eliminate_variable(
+    step: Step, incident: Incident, store: _Store
+) -> tuple[int, NDArray[np.intp]]:
     members = sorted((*step.scope, step.variable))
     place = {u: i for i, u in enumerate(members)}
     parts: list[tuple[int, tuple[int, ...]]] = [(place[step.variable], ())]
@@ -213,12 +215,14 @@ def _eliminated(step: Step, incident: Incident, store: _Store) -> tuple[int, NDA
                 del incident[u][scope]
     signature = (parts[0], *sorted(parts[1:]))
     if signature not in store.results:
-        table, argmin = _minimum(_joined(signature[1:], len(members), store.tables), parts[0][0])
+        table, argmin = _find_minimum(
+            _sum_tables(signature[1:], len(members), store.tables), parts[0][0]
+        )
         store.results[signature] = (store.added(table), argmin)
     return store.results[signature]
 
 
-def _joined(parts: Signature, rank: int, tables: Sequence[Costs]) -> Costs:
+def _sum_tables(parts: Signature, rank: int, tables: Sequence[Costs]) -> Costs:
     total = np.zeros((1,) * (rank + 1), dtype=np.int64)
     for serial, where in sorted(parts, key=lambda part: len(part[1])):
         shape = [1] * rank
@@ -228,7 +232,7 @@ def _joined(parts: Signature, rank: int, tables: Sequence[Costs]) -> Costs:
     return total
 
 
-def _minimum(table: Costs, place: int) -> tuple[Costs, NDArray[np.intp]]:
+def _find_minimum(table: Costs, place: int) -> tuple[Costs, NDArray[np.intp]]:
     """The lexicographic minimum over one dim, word after word, and its first index."""
     least: list[Costs] = []
     tied = np.ones((), dtype=np.bool_)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from autotp.errors import PlanError
 from autotp.solver.problem import Problem, Solution
 
-__all__ = ["FORBIDDEN", "solution_json", "to_iopddl"]
+__all__ = ["FORBIDDEN", "solution_to_json", "to_iopddl"]
 
 FORBIDDEN = 10**18
 """The cost by which the contest's form forbids a choice."""
@@ -41,12 +41,12 @@ def to_iopddl(
     _require_memory_on_nodes(problem, memory)
     nodes = {
         "intervals": [[0, 1] for _ in problem.variables],
-        "costs": [_costs(v.costs, time) for v in problem.variables],
+        "costs": [_list_costs(v.costs, time) for v in problem.variables],
         "usages": [v.costs[memory].tolist() for v in problem.variables],
     }
     edges = {
         "nodes": [[e.first, e.second] for e in problem.edges],
-        "costs": [_costs(e.costs, time) for e in problem.edges],
+        "costs": [_list_costs(e.costs, time) for e in problem.edges],
     }
     document = {
         "name": "placement",
@@ -59,7 +59,7 @@ def to_iopddl(
     return {"problem": document}
 
 
-def solution_json(problem: Problem, solution: Solution) -> dict[str, object]:
+def solution_to_json(problem: Problem, solution: Solution) -> dict[str, object]:
     """The JSON document of `solution`: the contest's list of choices, their names and cost."""
     return {
         "solution": list(solution.choice),
@@ -73,7 +73,7 @@ def solution_json(problem: Problem, solution: Solution) -> dict[str, object]:
     }
 
 
-def _costs(costs: NDArray[np.int64], level: int) -> list[int]:
+def _list_costs(costs: NDArray[np.int64], level: int) -> list[int]:
     return np.where(costs[0] > 0, FORBIDDEN, costs[level]).ravel().tolist()
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autotp.solver.problem import Edge, Problem, Solution, Variable
 
-__all__ = ["Phase", "Tie", "joined", "parted"]
+__all__ = ["Phase", "Tie", "merge_phases", "split_solution"]
 
 _PER_CALL = ("time_ps", "collectives", "conversions")
 """The levels that every call costs anew; what is held is held once."""
@@ -37,35 +37,35 @@ class Tie:
     agree: NDArray[np.bool_]
 
 
-def joined(phases: Sequence[Phase], ties: Sequence[Tie]) -> Problem:
+def merge_phases(phases: Sequence[Phase], ties: Sequence[Tie]) -> Problem:
     """The one problem of all phases, in their order."""
-    starts = _starts(phases)
+    starts = _find_starts(phases)
     variables: list[Variable] = []
     edges: list[Edge] = []
     for number, (phase, start) in enumerate(zip(phases, starts, strict=False)):
-        scaled = _Scaled(_often(phase))
+        scaled = _Scaled(_count_calls(phase))
         for index, variable in enumerate(phase.problem.variables):
             costs = scaled.of(variable.costs)
             if index in phase.counted:
-                costs = _legality(phase.problem.levels, costs)
+                costs = _drop_costs(phase.problem.levels, costs)
             name = f"{number}: {variable.name}" if number else variable.name
             variables.append(replace(variable, name=name, costs=costs))
         for edge in phase.problem.edges:
             edges.append(Edge(edge.first + start, edge.second + start, scaled.of(edge.costs)))
     levels = phases[0].problem.levels
-    edges += [_edge(tie, starts, levels) for tie in ties]
+    edges += [_build_edge(tie, starts, levels) for tie in ties]
     return Problem(levels, tuple(variables), tuple(edges))
 
 
-def parted(phases: Sequence[Phase], solution: Solution) -> list[Solution]:
+def split_solution(phases: Sequence[Phase], solution: Solution) -> list[Solution]:
     """The solution's choices phase by phase; each has the cost and the proof of the whole."""
-    starts = _starts(phases)
+    starts = _find_starts(phases)
     return [
         replace(solution, choice=solution.choice[start:stop]) for start, stop in pairwise(starts)
     ]
 
 
-def _starts(phases: Sequence[Phase]) -> list[int]:
+def _find_starts(phases: Sequence[Phase]) -> list[int]:
     return list(accumulate((len(p.problem.variables) for p in phases), initial=0))
 
 
@@ -87,12 +87,12 @@ class _Scaled:
         return found
 
 
-def _often(phase: Phase) -> NDArray[np.int64]:
+def _count_calls(phase: Phase) -> NDArray[np.int64]:
     levels = phase.problem.levels
     return np.array([phase.calls if level in _PER_CALL else 1 for level in levels], np.int64)
 
 
-def _legality(levels: Sequence[str], costs: NDArray[np.int64]) -> NDArray[np.int64]:
+def _drop_costs(levels: Sequence[str], costs: NDArray[np.int64]) -> NDArray[np.int64]:
     """The costs without what an earlier phase counts: the order of choices alone is kept."""
     kept = np.zeros_like(costs)
     for number, level in enumerate(levels):
@@ -101,7 +101,7 @@ def _legality(levels: Sequence[str], costs: NDArray[np.int64]) -> NDArray[np.int
     return kept
 
 
-def _edge(tie: Tie, starts: Sequence[int], levels: Sequence[str]) -> Edge:
+def _build_edge(tie: Tie, starts: Sequence[int], levels: Sequence[str]) -> Edge:
     costs = np.zeros((len(levels), *tie.agree.shape), np.int64)
     costs[levels.index("forbidden")] = ~tie.agree
     (phase, variable), (other, its) = tie.first, tie.second

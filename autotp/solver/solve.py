@@ -23,11 +23,11 @@ involved.
 Complexity: O(n d^(w+1)) for n variables of at most d choices, where w, the width of the order
 (`solver.elimination.elimination_order`, least degree first), is 2 to 4 on Transformers; layers
 repeat, and repeated eliminations are looked up. If one table would pass `table_limit` entries, in
-this order and in that of the least table, the problem falls to HiGHS (`_programmed`), as the
+this order and in that of the least table, the problem falls to HiGHS (`_solve_integer_program`), as the
 integer program
 
-    min c_l z,  z = (x_ik, y_ij,km), each 0 or 1                              `_program`
-    sum_k x_ik = 1,  sum_m y_ij,km = x_ik,  sum_k y_ij,km = x_jm              `_marginals`
+    min c_l z,  z = (x_ik, y_ij,km), each 0 or 1                              `_build_program`
+    sum_k x_ik = 1,  sum_m y_ij,km = x_ik,  sum_k y_ij,km = x_jm              `_build_marginals`
     c_j z <= the value reached, for j < l             (the earlier levels)    `_Pins`
 
 level by level, each rounded and recomputed in integers; then the bound tells what HiGHS has proven.
@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from scipy import optimize, sparse
 
 from autotp.errors import PlanError
-from autotp.solver.elimination import Step, eliminate, elimination_order, table_size, width
+from autotp.solver.elimination import Step, count_entries, eliminate, find_width, order_variables
 from autotp.solver.problem import Problem, Solution
 
 __all__ = ["solve"]
@@ -66,24 +66,24 @@ def solve(problem: Problem, table_limit: int = TABLE_LIMIT) -> Solution:
 
     Raises PlanError if no choice is legal.
     """
-    steps = _steps(problem, table_limit)
+    steps = _choose_order(problem, table_limit)
     if steps is None:
-        solution = _programmed(problem)
+        solution = _solve_integer_program(problem)
     else:
         choice = eliminate(problem, steps)
         cost = problem.cost(choice)
-        solution = Solution(choice, cost, cost, "elimination", width(steps))
+        solution = Solution(choice, cost, cost, "elimination", find_width(steps))
     _raise_if_forbidden(problem, solution)
     return solution
 
 
-def _steps(problem: Problem, table_limit: int) -> tuple[Step, ...] | None:
+def _choose_order(problem: Problem, table_limit: int) -> tuple[Step, ...] | None:
     """The elimination order, the second one only if the first passes the limit; None if both do."""
     sizes = [len(v.domain) for v in problem.variables]
     pairs = [(e.first, e.second) for e in problem.edges]
     for by_size in (False, True):
-        steps = elimination_order(sizes, pairs, by_size)
-        if table_size(steps, sizes) <= table_limit:
+        steps = order_variables(sizes, pairs, by_size)
+        if count_entries(steps, sizes) <= table_limit:
             return steps
     return None
 
@@ -91,7 +91,7 @@ def _steps(problem: Problem, table_limit: int) -> tuple[Step, ...] | None:
 def _raise_if_forbidden(problem: Problem, solution: Solution) -> None:
     if not solution.cost or not solution.cost[0]:
         return
-    clashes = _forbidden(problem, solution.choice)
+    clashes = _describe_forbidden(problem, solution.choice)
     more = f" and {len(clashes) - 5} more" if len(clashes) > 5 else ""
     raise PlanError(
         f"placement of {len(problem.variables)} values: no choice is legal; the best one breaks "
@@ -101,7 +101,7 @@ def _raise_if_forbidden(problem: Problem, solution: Solution) -> None:
     )
 
 
-def _forbidden(problem: Problem, choice: tuple[int, ...]) -> list[str]:
+def _describe_forbidden(problem: Problem, choice: tuple[int, ...]) -> list[str]:
     labels = [f"{v.name} as {v.domain[k]}" for v, k in zip(problem.variables, choice, strict=True)]
     alone = [
         labels[i]
@@ -160,13 +160,13 @@ class _Pins:
             self.limits.append((value + 0.5) / scale)
 
 
-def _programmed(problem: Problem) -> Solution:
-    program = _program(problem)
+def _solve_integer_program(problem: Problem) -> Solution:
+    program = _build_program(problem)
     pins = _Pins(np.ones(program.costs.shape[1]))
     best = (0,) * len(problem.variables)
     bound: list[int] = []
     for level, (costs, offset) in enumerate(zip(program.costs, program.offsets, strict=True)):
-        found, least = _minimum(costs, program, pins)
+        found, least = _minimise(costs, program, pins)
         best = min(best, found or best, key=lambda choice: problem.cost(choice)[: level + 1])
         value = problem.cost(best)[level]
         bound.append(min(value, offset + least))
@@ -174,7 +174,7 @@ def _programmed(problem: Problem) -> Solution:
     return Solution(best, problem.cost(best), tuple(bound), "milp", 0)
 
 
-def _minimum(
+def _minimise(
     costs: NDArray[np.int64], program: _Program, pins: _Pins
 ) -> tuple[tuple[int, ...] | None, int]:
     """HiGHS's choice, rounded (None if it found none), and the bound it has proven, rounded up."""
@@ -194,33 +194,33 @@ def _minimum(
         constraints=constraints,
         options={"mip_rel_gap": 0.0, "node_limit": NODE_LIMIT},
     )
-    choice = None if result.x is None else _rounded(result.x, program.starts)
-    return choice, _rounded_up(result.mip_dual_bound, scale, program.active)
+    choice = None if result.x is None else _round_choice(result.x, program.starts)
+    return choice, _round_bound(result.mip_dual_bound, scale, program.active)
 
 
-def _rounded(z: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[int, ...]:
+def _round_choice(z: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[int, ...]:
     return tuple(int(part.argmax()) for part in np.split(z[: starts[-1]], starts[1:-1]))
 
 
-def _rounded_up(proven: float | None, scale: float, active: int) -> int:
+def _round_bound(proven: float | None, scale: float, active: int) -> int:
     """The integer bound that HiGHS's figure proves; 0 if it proved none."""
     if proven is None or not np.isfinite(proven):
         return 0
     return max(0, ceil((proven - ABSOLUTE * active - RELATIVE * abs(proven)) * scale))
 
 
-def _program(problem: Problem) -> _Program:
+def _build_program(problem: Problem) -> _Program:
     starts = np.cumsum([0, *(len(v.domain) for v in problem.variables)])
-    pairs = _pairs(problem)
+    pairs = _sum_edges(problem)
     blocks = [v.costs for v in problem.variables]
     blocks += [w.reshape(len(problem.levels), -1) for w in pairs.values()]
     lows = [block.min(axis=1, keepdims=True) for block in blocks]
     costs = np.concatenate([block - low for block, low in zip(blocks, lows, strict=True)], axis=1)
-    rows, right = _marginals(pairs, starts, costs.shape[1])
+    rows, right = _build_marginals(pairs, starts, costs.shape[1])
     return _Program(costs, np.sum(lows, axis=0).ravel().tolist(), rows, right, starts, len(blocks))
 
 
-def _pairs(problem: Problem) -> dict[tuple[int, int], NDArray[np.int64]]:
+def _sum_edges(problem: Problem) -> dict[tuple[int, int], NDArray[np.int64]]:
     """The summed costs of all edges between two variables, the lower index first.
 
     An edge from a variable to itself becomes a pair whose two sides must agree: its marginals say
@@ -235,7 +235,7 @@ def _pairs(problem: Problem) -> dict[tuple[int, int], NDArray[np.int64]]:
     return pairs
 
 
-def _marginals(
+def _build_marginals(
     pairs: dict[tuple[int, int], NDArray[np.int64]], starts: NDArray[np.int64], columns: int
 ) -> tuple[sparse.csr_array, NDArray[np.float64]]:
     """The equality rows: one choice a variable, then for each pair its marginals on both sides."""

@@ -1,5 +1,5 @@
 """Whether a sharded model equals the whole one, and if not, which node is the first wrong one."""
 
-from autotp.verification.verify import prove
+from autotp.verification.verify import compare_ranks
 
-__all__ = ["prove"]
+__all__ = ["compare_ranks"]

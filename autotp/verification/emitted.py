@@ -6,11 +6,11 @@ from typing import TypeAlias
 from torch import fx, nn
 
 from autotp.algebra.placement import REPLICATED
-from autotp.capture.graph_facts import op_name
+from autotp.capture.graph_facts import op_name, whereabouts
 from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.variant import Variant
-from autotp.verification.simulate import OUTPUT, Part, flat_name, whereabouts
+from autotp.verification.simulate import OUTPUT, Part, flat_name
 
 __all__ = ["Emitted", "Value", "whole_part"]
 

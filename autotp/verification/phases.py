@@ -11,10 +11,10 @@ from torch.utils import _pytree as pytree
 from autotp.capture.cache import CacheState
 from autotp.records.evidence import Evidence
 
-__all__ = ["of_all_calls", "with_values"]
+__all__ = ["merge_evidence", "fill_inputs"]
 
 
-def with_values(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def fill_inputs(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The inputs with numbers drawn by `seed` in the tensors of a cache, which are zeros."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -32,7 +32,7 @@ def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     return torch.randn(leaf.shape, generator=generator).to(leaf)
 
 
-def of_all_calls(found: Sequence[Evidence], names: Sequence[str]) -> Evidence:
+def merge_evidence(found: Sequence[Evidence], names: Sequence[str]) -> Evidence:
     """The evidence of all calls: the worst figures, what was seen of all; the first fault."""
     if len(found) == 1:
         return found[0]

@@ -27,7 +27,7 @@ from autotp.verification.bisection import Case, first_divergence
 from autotp.verification.figures import Compared, Figures
 from autotp.verification.runs import Runs
 
-__all__ = ["prove"]
+__all__ = ["compare_ranks"]
 
 _SHOWN = 3
 
@@ -61,7 +61,7 @@ _UNSURE = 1e-2
 """What is negligible among gradients where float64 is not to be had."""
 
 
-def prove(
+def compare_ranks(
     whole: nn.Module,
     models: Sequence[ShardedModel],
     inputs: Mapping[str, Any],

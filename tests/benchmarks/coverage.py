@@ -34,7 +34,7 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from tests import zoo
 from tests.benchmarks.coverage_report import report
 
@@ -168,7 +168,7 @@ def _proven(work: ModelCompiler, task: str, kind: str, tp: int, times: _Times) -
     made = work.compile(tp, "tp")
     device = torch.device("cpu")
     ranks = [work.build(made, Group("tp", tp, rank, device)) for rank in range(tp)]
-    evidence = times.timed("prove", prove)(
+    evidence = times.timed("prove", compare_ranks)(
         work.model,
         ranks,
         work.inputs,

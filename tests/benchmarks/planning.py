@@ -22,7 +22,7 @@ import torch
 
 from autotp import api as pipeline
 from autotp.capture.inputs import example_inputs
-from autotp.model_source import load
+from autotp.model_source import load_model
 
 STAGES = (  # as pipeline names them
     "capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check",
@@ -72,7 +72,7 @@ def main() -> None:
     chosen = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    model = load(chosen.model)
+    model = load_model(chosen.model)
     export = baseline(model, chosen.training)
     after = peak()
     figures: dict[str, tuple[float, float]] = {}

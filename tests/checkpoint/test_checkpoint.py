@@ -15,12 +15,12 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import autotp
-from autotp.checkpoint.atomic_write import METADATA, Writer
+from autotp.checkpoint.atomic_write import METADATA, SafetensorsWriter
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.empty_model import fill_buffers
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.safetensors_format import DTYPES, header_of, laid_out
-from autotp.checkpoint.stored_tensor import fill, lengths, whole_box
+from autotp.checkpoint.safetensors_format import DTYPES, encode_header, lay_out_tensors
+from autotp.checkpoint.stored_tensor import fill_tensor, make_full_box, measure_box
 from autotp.cli import main as cli
 from autotp.cli import shard_merge as offline
 from autotp.errors import PlanError, WeightsError
@@ -48,8 +48,8 @@ def sample() -> dict[str, torch.Tensor]:
 def test_what_is_written_is_what_safetensors_writes(tmp_path: Path) -> None:
     tensors = sample()
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=METADATA)
-    entries = laid_out((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
-    writer = Writer(tmp_path / "ours.safetensors", entries)
+    entries = lay_out_tensors((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
+    writer = SafetensorsWriter(tmp_path / "ours.safetensors", entries)
     for entry in entries:
         writer.write(tensors[entry.name])
     writer.finish()
@@ -70,8 +70,8 @@ def test_any_box_is_read(data: st.DataObject, tmp_path_factory: pytest.TempPathF
     directory = tmp_path_factory.mktemp("box")
     save_file({"other": torch.ones(3), "x": whole}, directory / "model.safetensors")
     with Checkpoint.open(directory) as checkpoint:
-        out = torch.empty(lengths(box), dtype=torch.float32)
-        fill(out, checkpoint.tensors["x"], box)
+        out = torch.empty(measure_box(box), dtype=torch.float32)
+        fill_tensor(out, checkpoint.tensors["x"], box)
 
     assert torch.equal(whole[tuple(slice(*span) for span in box)].float(), out)
 
@@ -146,7 +146,7 @@ def test_only_the_experts_asked_for_are_read() -> None:
 
     def leaf(name: str, box: Any) -> torch.Tensor:
         asked.append((name, box))
-        return torch.zeros(lengths(box))
+        return torch.zeros(measure_box(box))
 
     recipes.read(both, ((1, 2), (4, 8), (0, 4)), leaf)
 
@@ -180,6 +180,7 @@ def test_a_rank_reads_what_it_holds_and_no_more(
     assert size * 0.9 < read < size * 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("archive", [True, False])
 def test_a_pickled_checkpoint_is_read_without_running_it(archive: bool, tmp_path: Path) -> None:
     """Also in the form that torch.save had before its files were archives."""
@@ -197,6 +198,7 @@ def test_a_pickled_checkpoint_is_read_without_running_it(archive: bool, tmp_path
         alone(tmp_path)
 
 
+@pytest.mark.slow
 def test_tied_weights_that_differ_on_disk_are_not_tied(tmp_path: Path) -> None:
     """As in Transformers, what is stored counts more than what the configuration says."""
     saved("tied", tmp_path)
@@ -210,6 +212,7 @@ def test_tied_weights_that_differ_on_disk_are_not_tied(tmp_path: Path) -> None:
     assert found.lm_head.weight is not found.model.embed_tokens.weight
 
 
+@pytest.mark.slow
 def test_a_tie_is_known_by_either_name(tmp_path: Path) -> None:
     saved("tied", tmp_path)
     name = "model.embed_tokens.weight"
@@ -219,6 +222,7 @@ def test_a_tie_is_known_by_either_name(tmp_path: Path) -> None:
     assert torch.equal(whole(input_ids=IDS).logits, alone(tmp_path)(input_ids=IDS).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, "float16"])
 def test_the_dtype_is_the_one_asked_for(dtype: Any, llama: Path) -> None:
     found = alone(llama, dtype=dtype)
@@ -230,6 +234,7 @@ def test_the_dtype_is_the_one_asked_for(dtype: Any, llama: Path) -> None:
     assert found.model.rotary_emb.inv_freq.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_extra_tensors_can_be_left_unread(tmp_path: Path) -> None:
     whole: Any = saved("llama", tmp_path)
     FAULTS["extra"][0](tmp_path)
@@ -251,6 +256,7 @@ def test_a_wrong_option_is_refused(options: dict[str, Any], said: str, llama: Pa
         alone(llama, **options)
 
 
+@pytest.mark.slow
 def test_code_of_others_is_run_only_when_trusted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "nobodys", "architectures": ["Nobodys"]})
@@ -320,6 +326,7 @@ def test_a_parameter_of_whole_numbers_stays_one() -> None:
 # ── cut and joined offline ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_cut_and_joined_it_is_the_same(tmp_path: Path) -> None:
     source, parts, whole = (tmp_path / name for name in ("source", "parts", "whole"))
     saved("mixtral", source)
@@ -351,27 +358,30 @@ class Killed(BaseException):
 
 def killed_after(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
     """Runs a conversion that ends before a tensor is written."""
-    write, written = Writer.write, 0  # the method, and how often it was called
+    write, written = SafetensorsWriter.write, 0  # the method, and how often it was called
 
-    def once(self: Writer, tensor: torch.Tensor) -> None:
+    def once(self: SafetensorsWriter, tensor: torch.Tensor) -> None:
         nonlocal written
         if written == count:
             raise Killed
         written += 1
         write(self, tensor)
 
-    monkeypatch.setattr(Writer, "write", once)
+    monkeypatch.setattr(SafetensorsWriter, "write", once)
     with pytest.raises(Killed):
         run()
-    monkeypatch.setattr(Writer, "write", write)
+    monkeypatch.setattr(SafetensorsWriter, "write", write)
 
 
+@pytest.mark.slow
 def test_a_conversion_goes_on_where_it_was_stopped(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, parts, whole = (tmp_path / name for name in ("straight", "parts", "whole"))
-    offline.shard(llama, straight, 2)
-    killed_after(30, monkeypatch, lambda: offline.shard(llama, parts, 2))  # in the second file
+    offline.shard_checkpoint(llama, straight, 2)
+    killed_after(
+        30, monkeypatch, lambda: offline.shard_checkpoint(llama, parts, 2)
+    )  # in the second file
     begun = next(parts.glob("rank*.part"))
     with begun.open("ab") as file:
         file.write(b"half a tensor")
@@ -379,15 +389,15 @@ def test_a_conversion_goes_on_where_it_was_stopped(
 
     assert not (parts / "shards.json").exists()
 
-    offline.shard(llama, parts, 2)
+    offline.shard_checkpoint(llama, parts, 2)
 
     assert done == (parts / "rank-00000-of-00002.safetensors").stat().st_mtime_ns
     assert {p.name: p.read_bytes() for p in straight.iterdir()} == {
         p.name: p.read_bytes() for p in parts.iterdir()
     }
 
-    killed_after(5, monkeypatch, lambda: offline.merge(parts, whole))
-    offline.merge(parts, whole)
+    killed_after(5, monkeypatch, lambda: offline.merge_checkpoint(parts, whole))
+    offline.merge_checkpoint(parts, whole)
 
     assert (llama / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -395,15 +405,15 @@ def test_a_conversion_goes_on_where_it_was_stopped(
     (parts / "rank-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(WeightsError, match="has 0 bytes, and .* were written"):
         autotp.from_pretrained(parts, 2, rank=1)
-    offline.shard(llama, parts, 2)
+    offline.shard_checkpoint(llama, parts, 2)
     autotp.from_pretrained(parts, 2, rank=1)
     with pytest.raises(PlanError, match="for tp 2 of another conversion"):
-        offline.shard(llama, parts, 4)
+        offline.shard_checkpoint(llama, parts, 4)
 
 
 def test_a_header_is_padded_as_the_library_does() -> None:
-    header = header_of(laid_out([("x", torch.float32, (2,))]), METADATA)
+    header = encode_header(lay_out_tensors([("x", torch.float32, (2,))]), METADATA)
 
     assert 0 == len(header) % 8
     assert len(header) == 8 + int.from_bytes(header[:8], "little")
-    assert whole_box((2, 3)) == ((0, 2), (0, 3))
+    assert make_full_box((2, 3)) == ((0, 2), (0, 3))

@@ -75,6 +75,7 @@ def pickled(directory: Path, tensors: object, **options: Any) -> None:
     torch.save(tensors, directory / "pytorch_model.bin", **options)
 
 
+@pytest.mark.slow
 def test_a_pickled_file_of_the_old_format_is_read(tmp_path: Path) -> None:
     """It cannot be mapped, and its tensors may be parameters."""
     whole = saved("llama", tmp_path)
@@ -177,7 +178,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint that was cut for three ranks."""
     directory = tmp_path_factory.mktemp("cut")
     saved("llama", directory / "source")
-    offline.shard(directory / "source", directory / "cut", 3)
+    offline.shard_checkpoint(directory / "source", directory / "cut", 3)
     return directory / "cut"
 
 
@@ -205,6 +206,7 @@ def _noted(**fields: object) -> Callable[[Path], object]:
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -229,7 +231,7 @@ def test_what_was_cut_is_joined_as_it_was_or_not_at_all(
     shutil.copytree(cut, tmp_path / "cut")
     edit(tmp_path / "cut")
     with pytest.raises(AutotpError, match=said):
-        offline.merge(tmp_path / "cut", tmp_path / "joined")
+        offline.merge_checkpoint(tmp_path / "cut", tmp_path / "joined")
     assert not (tmp_path / "joined" / "model.safetensors").exists()
 
 
@@ -239,13 +241,14 @@ def test_a_note_of_progress_that_is_damaged_is_to_be_removed(cut: Path, tmp_path
     note = begun / "shards.json.part"
     note.write_text('{"job": ')
     with pytest.raises(WeightsError, match="Remove this file, then run the command again"):
-        offline.shard(cut.parent / "source", begun, 3)
+        offline.shard_checkpoint(cut.parent / "source", begun, 3)
     note.unlink()
-    offline.shard(cut.parent / "source", begun, 3)
+    offline.shard_checkpoint(cut.parent / "source", begun, 3)
 
     assert (begun / "shards.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="was cut in float32, and dtype is 'bfloat16'"):
         autotp.from_pretrained(cut, 3, rank=0, dtype="bfloat16")
@@ -255,5 +258,5 @@ def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path
     pickled(pickled_at, load_file(pickled_at / "model.safetensors"))
     before = sorted(pickled_at.iterdir())
     with pytest.raises(PlanError, match="is the directory that is read"):
-        offline.shard(pickled_at, pickled_at, 2)
+        offline.shard_checkpoint(pickled_at, pickled_at, 2)
     assert before == sorted(pickled_at.iterdir())

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import BertForSequenceClassification, BertModel, LlamaForCausalLM, LlamaModel
 
 import autotp
-from autotp.checkpoint.empty_model import hollow
-from autotp.checkpoint.read_shards import read_local
+from autotp.checkpoint.empty_model import build_empty_model
+from autotp.checkpoint.read_shards import read_shard
 from autotp.errors import PlanError, WeightsError
-from autotp.loading import opened, prepared
+from autotp.loading import open_checkpoint, prepare_tensors
 from tests.checkpoints import IDS, edited, model, saved
 from tests.zoo import build
 
@@ -38,13 +38,13 @@ EXPERTS = [
 
 def read(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
     """What is read for each key of the model in `directory`, whole."""
-    checkpoint, _ = opened(directory)
+    checkpoint, _ = open_checkpoint(directory)
     with checkpoint:
-        made = hollow(directory)
+        made = build_empty_model(directory)
         found: dict[str, torch.Tensor] = {}
-        for name, stored in prepared(made, checkpoint, **options).items():
+        for name, stored in prepare_tensors(made, checkpoint, **options).items():
             found[name] = torch.empty(stored.shape, dtype=stored.dtype)
-            read_local(found[name], stored, None, 0)
+            read_shard(found[name], stored, None, 0)
     return found
 
 
@@ -169,6 +169,7 @@ class OwnModel(PreTrainedModel):
 """
 
 
+@pytest.mark.slow
 def test_a_class_of_the_directorys_own_is_read_when_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,12 +14,12 @@ from transformers import Mxfp4Config
 
 import autotp
 from autotp.algebra.split import Split
-from autotp.checkpoint.empty_model import hollow
-from autotp.checkpoint.quantized import quantiser_of
-from autotp.checkpoint.read_shards import read_local
+from autotp.checkpoint.empty_model import build_empty_model
+from autotp.checkpoint.quantized import find_quantiser
+from autotp.checkpoint.read_shards import read_shard
 from autotp.cli import shard_merge as offline
 from autotp.errors import WeightsError
-from autotp.loading import opened, prepared
+from autotp.loading import open_checkpoint, prepare_tensors
 from tests.checkpoints import model, saved
 from tests.multimodal import llava
 from tests.zoo import build
@@ -62,12 +62,14 @@ def in_layers(name: str) -> bool:
 
 def read(directory: Path) -> dict[str, Tensor]:
     """What is read for each key of the model in `directory`, whole and plain."""
-    checkpoint, quantiser = opened(directory, dequantize=True)
+    checkpoint, quantiser = open_checkpoint(directory, dequantize=True)
     with checkpoint:
         found: dict[str, Tensor] = {}
-        for name, stored in prepared(hollow(directory), checkpoint, quantiser=quantiser).items():
+        for name, stored in prepare_tensors(
+            build_empty_model(directory), checkpoint, quantiser=quantiser
+        ).items():
             found[name] = torch.empty(stored.shape, dtype=stored.dtype)
-            read_local(found[name], stored, None, 0)
+            read_shard(found[name], stored, None, 0)
     return found
 
 
@@ -90,6 +92,7 @@ def test_codes_become_what_they_stand_for(kind: str, block: Block, tmp_path: Pat
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_codes_and_scales_are_cut_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank holds its slices of the plain weights, and reads its own codes alone."""
     saved("phi3", codes := tmp_path / "codes")
@@ -140,6 +143,7 @@ def test_codes_of_four_bits_are_made_plain_whole(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_what_was_quantised_is_saved_plainly(tmp_path: Path) -> None:
     codes, plain, again = (tmp_path / name for name in ("codes", "plain", "again"))
     saved("mixtral", codes)
@@ -152,12 +156,13 @@ def test_what_was_quantised_is_saved_plainly(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((again / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_cut_offline_it_is_plain(tmp_path: Path) -> None:
     codes, plain, parts, whole = (tmp_path / n for n in ("codes", "plain", "parts", "whole"))
     saved("mixtral", codes)
     quantised(codes, plain, (8, 16), in_layers)
-    offline.shard(codes, parts, 2, dequantize=True)
-    offline.merge(parts, whole)
+    offline.shard_checkpoint(codes, parts, 2, dequantize=True)
+    offline.merge_checkpoint(parts, whole)
     expected, found = (load_file(d / "model.safetensors") for d in (plain, whole))
 
     assert expected.keys() == found.keys()
@@ -165,6 +170,7 @@ def test_cut_offline_it_is_plain(tmp_path: Path) -> None:
     assert "quantization_config" not in json.loads((whole / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_model_of_several_is_quantised_in_one_of_its_parts(tmp_path: Path) -> None:
     """The configuration of the quantisation is the language model's alone."""
     made: Any = llava()[0]
@@ -194,9 +200,9 @@ def test_a_model_of_several_is_quantised_in_one_of_its_parts(tmp_path: Path) -> 
 def test_what_cannot_be_made_plain_is_refused(told: dict[str, Any], said: str) -> None:
     fields = {"model_type": "llama", "quantization_config": told}
     with pytest.raises(WeightsError, match="0 of its layers could be cut. Pass dequantize=True"):
-        quantiser_of("here", fields)
+        find_quantiser("here", fields)
     with pytest.raises(WeightsError, match=said) as caught:
-        quantiser_of("here", fields, dequantise=True)
+        find_quantiser("here", fields, dequantise=True)
 
     assert "Take the checkpoint before quantisation" in str(caught.value)
 

@@ -362,6 +362,7 @@ def test_a_factory_gives_its_own_inputs(calls: Calls, monkeypatch: pytest.Monkey
     assert inputs == calls[0][2]["example_inputs"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_error() -> None:
     read, write = os.pipe()
     os.close(read)
@@ -378,6 +379,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert (0, b"") == (done.returncode, done.stderr)
 
 
+@pytest.mark.slow
 def test_output_fits_a_terminal_of_few_letters() -> None:
     code = (
         "from autotp.report.terminal import printed; from autotp.report.plan import render; "

@@ -13,7 +13,7 @@ from autotp.algebra.size import Size
 from autotp.compiler import ModelCompiler
 from autotp.oprules.rule import Factor, NodeRule
 from autotp.options import read_request
-from autotp.planner.strategy import Facts, strategies
+from autotp.planner.strategy import Facts, derive_strategies
 from tests.models import build, names
 from tests.random_plans import Case, Prepared, made, outcome, outcomes, posed, random_problem
 
@@ -80,7 +80,7 @@ def test_a_contracted_dim_is_not_split_along_an_axis_that_a_segment_lacks(traini
     dim = (forest.sum_of([(whole,), (axis,)]),)
     rule = NodeRule((Factor("reduce", dim, ((0, 0), (1, 0)), "sum"),), ((),))
     facts = Facts(((dim,), (dim,)), frozenset({0, 1}), frozenset(), floating=True, flows=True)
-    found = strategies(rule, facts, forest, 2, training=training)
+    found = derive_strategies(rule, facts, forest, 2, training=training)
 
     assert [] == [s for s in found if s.partition.parts]
 
@@ -91,7 +91,9 @@ def test_a_contracted_dim_is_split_along_an_axis_that_every_segment_has() -> Non
     dim = (forest.sum_of([(axis,), (axis,)]),)
     rule = NodeRule((Factor("reduce", dim, ((0, 0), (1, 0)), "sum"),), ((),))
     facts = Facts(((dim,), (dim,)), frozenset({0, 1}), frozenset(), floating=True, flows=True)
-    found = [s for s in strategies(rule, facts, forest, 2, training=False) if s.partition.parts]
+    found = [
+        s for s in derive_strategies(rule, facts, forest, 2, training=False) if s.partition.parts
+    ]
 
     assert [split(0, axis.name)] * 2 == list(found[0].operands)
     assert (PARTIAL,) == found[0].results

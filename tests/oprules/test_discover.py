@@ -126,7 +126,7 @@ SAMPLES: dict[str, tuple[Sample, str]] = {
         call(real(2, 6), real(12, 6), real(12)),
         "a b, c b, c -> a c; b: sum; linear in 0, 2 or 1, 2; bias 2",
     ),
-    "average": (call(real(2, 6)), "a b -> a; b: mean; linear in 0"),
+    "average": (call(real(2, 6)), "a b -> a; whole: b; linear in 0"),
     "squares": (call([real(2, 6), real(2, 6)]), "a b, a b -> a b"),
     "looked_up": (call(real(9, 6), integers(4, below=9)), "a b, c -> c b; whole: a; linear in 0"),
     "masked": (call(real(2, 6), flags(2, 6)), "a b, a b -> a b; linear in 0"),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import autotp
 from autotp.api import dry_run
 from autotp.compiler import ModelCompiler
-from autotp.model_source import load, presets_root
+from autotp.model_source import find_presets, load_model
 from autotp.records.plan import Plan
 from autotp.solver.iopddl import FORBIDDEN
 from autotp.solver.problem import Edge, Problem, Variable
@@ -132,9 +132,9 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_real_sizes_have_the_layouts_of_megatron(training: bool) -> None:
-    config = transformers.AutoConfig.from_pretrained(presets_root() / "llama-3.1-8b")
+    config = transformers.AutoConfig.from_pretrained(find_presets() / "llama-3.1-8b")
     config.num_hidden_layers = 2
-    plan = autotp.plan(load(config), tp=8, training=training)
+    plan = autotp.plan(load_model(config), tp=8, training=training)
     found = {name.removesuffix(".weight"): r.layout for name, r in plan.parameters.items()}
     table = found.pop("model.embed_tokens")
 

@@ -18,10 +18,10 @@ from autotp.capture.cache import flat
 from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
 from autotp.options import Request, read_request
-from autotp.planner.constraints import as_planned
+from autotp.planner.constraints import constrain_to_plan
 from autotp.planner.formulate_phases import PlannedPhase, formulate_phases
 from autotp.records.plan import Plan
-from autotp.solver.joint import Phase, Tie, joined, parted
+from autotp.solver.joint import Phase, Tie, merge_phases, split_solution
 from autotp.solver.problem import LEVELS, Problem
 from autotp.solver.solve import solve
 from tests.models import LLAMA, SPECIAL_WORDS, build, randomize
@@ -72,7 +72,7 @@ def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
         data.draw(st.lists(st.booleans(), min_size=math.prod(shape), max_size=math.prod(shape)))
     ).reshape(shape)
     phases = [Phase(one), Phase(two, calls)]
-    problem = joined(phases, [Tie((0, i), (1, j), agree)])
+    problem = merge_phases(phases, [Tie((0, i), (1, j), agree)])
 
     often = np.array(
         [calls if "time" in x or x in ("collectives", "conversions") else 1 for x in one.levels]
@@ -87,7 +87,7 @@ def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
     except PlanError:
         assert best[0] > 0
     if solution is not None:
-        first, second = parted(phases, solution)
+        first, second = split_solution(phases, solution)
         apart = np.array(one.cost(first.choice)) + often * np.array(two.cost(second.choice))
         assert best == solution.cost == tuple(apart.tolist())
         assert agree[first.choice[i], second.choice[j]]
@@ -122,7 +122,7 @@ def test_together_costs_no_more_than_weights_for_the_prompt_first(name: str, tp:
     second = solve(then.problem)
     counted = {v for v, _ in then.parameters.values()}
     again = Phase(then.problem, WORDS, frozenset(counted))
-    apart = joined([Phase(alone.problem), again], [])
+    apart = merge_phases([Phase(alone.problem), again], [])
 
     cost = apart.cost((*first.solution.choice, *second.choice))
 
@@ -135,7 +135,7 @@ def test_weights_and_caches_lie_as_one_in_both_calls() -> None:
     work = ModelCompiler.of(model_of("llama", num_key_value_heads=2), options())
     made = work.compile(4, "tp")
     (later,) = made.later
-    constraints = as_planned(made.plan, work.later[0].analysis)
+    constraints = constrain_to_plan(made.plan, work.later[0].analysis)
 
     refused = [n for n, p in later.decision.parameters.items() if not constraints[n](p)]
     cuts = {k: (c.dim, c.split) for k, c in later.plan.caches.items()}

@@ -15,7 +15,7 @@ from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
 from autotp.options import Request, read_request
 from autotp.records.plan import ParameterRecord, Plan
-from autotp.records.replication import distinct, much_whole, starred
+from autotp.records.replication import describe_excess_replication, distinct, starred
 from autotp.report.plan import text
 from tests import zoo
 from tests.proven import proven
@@ -177,7 +177,7 @@ def test_nothing_is_said_below_a_tenth() -> None:
         plan = autotp.parallelize(Odd(4), 2, rank=0, example_inputs=IDS).plan
 
     assert 0.1 > plan.replicated_fraction
-    assert "" == much_whole(plan.parameters, 2)
+    assert "" == describe_excess_replication(plan.parameters, 2)
     assert () == plan.warnings
 
 

@@ -9,7 +9,7 @@ from autotp.algebra.partition import Offers, Part, Partition
 from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement, split
 from autotp.algebra.size import Size
 from autotp.oprules.rule import Factor, NodeRule
-from autotp.planner.strategy import Facts, Strategy, strategies
+from autotp.planner.strategy import Facts, Strategy, derive_strategies
 
 TOKENS, WIDTH, OUT = 6, 12, 18
 
@@ -42,7 +42,7 @@ class Linear:
 
     def all(self, tp: int = 2, *, training: bool = True) -> dict[str, Strategy]:
         """The strategies by label."""
-        found = strategies(self.rule, self.facts, self.forest, tp, training=training)
+        found = derive_strategies(self.rule, self.facts, self.forest, tp, training=training)
         return {s.label: s for s in found}
 
 
@@ -165,7 +165,7 @@ def test_what_lacks_the_axis_in_a_fused_dim_is_copied_and_its_gradient_partial()
     wanted = f"0:{heads[0].name}"
 
     def found(*, training: bool) -> Strategy:
-        made = strategies(rule, facts, forest, 2, training=training)
+        made = derive_strategies(rule, facts, forest, 2, training=training)
         return {s.label: s for s in made}[wanted]
 
     cut = Partition((Part(heads[0].name),))
@@ -178,7 +178,7 @@ def test_uneven_parts_need_a_unit_for_every_rank_and_an_offer() -> None:
     offers = Offers(frozenset({name(op.out)}))
 
     def cut(tp: int, offers: Offers) -> bool:
-        made = strategies(op.rule, op.facts, op.forest, tp, training=True, offers=offers)
+        made = derive_strategies(op.rule, op.facts, op.forest, tp, training=True, offers=offers)
         return any(s.partition.axes == (name(op.out),) for s in made)
 
     assert cut(4, offers)
@@ -203,7 +203,8 @@ def test_a_factored_group_copies_what_has_one_of_its_axes() -> None:
     both = Partition((Part(name(kv), 2, 2), Part(name(group), 2, 1)))
     offers = Offers(joint=(both,))
     made = {
-        s.partition: s for s in strategies(rule, facts, forest, 4, training=True, offers=offers)
+        s.partition: s
+        for s in derive_strategies(rule, facts, forest, 4, training=True, offers=offers)
     }
 
     copied = both.among({name(kv)})
@@ -217,7 +218,7 @@ def test_an_axis_within_a_product_names_its_own_axis() -> None:
     merged = heads + size
     rule = NodeRule((Factor("pass", merged, ((0, 0), (~0, 0))),), ((merged,),))
     facts = Facts(((merged,),), frozenset({0}), frozenset(), floating=True, flows=True)
-    made = strategies(rule, facts, forest, 2, training=True)
+    made = derive_strategies(rule, facts, forest, 2, training=True)
     found = {s.partition.axes: s.results for s in made if s.partition.parts}
 
     assert {(a.name,): (split(0, a.name),) for a in (heads[0], size[0])} == found

@@ -66,6 +66,7 @@ def made(request: pytest.FixtureRequest) -> tuple[str, Plan]:
     return request.param, plan_of(request.param)
 
 
+@pytest.mark.slow
 def test_a_plan_followed_gives_the_same_layouts_and_collectives(made: tuple[str, Plan]) -> None:
     name, plan = made
     again = plan_of(name, plan=Plan.from_json(plan.to_json()))
@@ -76,12 +77,14 @@ def test_a_plan_followed_gives_the_same_layouts_and_collectives(made: tuple[str,
     assert plan.hash == again.hash
 
 
+@pytest.mark.slow
 def test_a_plan_made_with_overrides_and_followed_says_the_same() -> None:
     plan = plan_of("llama", overrides={"model.embed_tokens": "replicated"})
 
     assert plan.hash == plan_of("llama", plan=plan).hash
 
 
+@pytest.mark.slow
 def test_a_model_without_values_has_the_plan_of_one_with_values() -> None:
     model, _ = build("llama", **MODELS["llama"])
     model.config.architectures = [type(model).__name__]
@@ -89,6 +92,7 @@ def test_a_model_without_values_has_the_plan_of_one_with_values() -> None:
     assert autotp.plan(model, TP, training=False).hash == autotp.plan(model.config, TP).hash
 
 
+@pytest.mark.slow
 def test_a_plan_comes_back_from_json_as_it_was(made: tuple[str, Plan]) -> None:
     plan = made[1]
     read = Plan.from_json(plan.to_json())

@@ -97,6 +97,7 @@ class Named(nn.Module):
 MEMBERS = {n for n in vars(ShardedModel) if n[:2] != "__" and not hasattr(nn.Module, n)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MEMBERS | {"self"}))
 def test_a_child_may_have_the_name_of_any_member(name: str) -> None:
     model, x = Named(name).eval(), torch.randn(4, 16)
@@ -135,6 +136,7 @@ def test_a_view_cannot_hide_a_child() -> None:
         _ = sharded.graph_module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDERS)
 def test_random_names_change_nothing_in_the_plan(name: str) -> None:
     """Users of other tools reported plans that went by the names of modules (C002, C033)."""
@@ -147,6 +149,7 @@ def test_random_names_change_nothing_in_the_plan(name: str) -> None:
     assert plain(own(name), {}) == plain(plan, old)
 
 
+@pytest.mark.slow
 def test_a_renamed_model_is_verified() -> None:
     """Weights are sliced, layers built and outputs compared by the new names."""
     model, inputs = models.build("llama", num_hidden_layers=1)
@@ -155,6 +158,7 @@ def test_a_renamed_model_is_verified() -> None:
     assert autotp.verify(model, TP, example_inputs=inputs, training=True).ok
 
 
+@pytest.mark.slow
 def test_a_plan_under_other_names_is_another_one() -> None:
     """What the comparison above would miss, if it could miss anything: nothing is left out."""
     model, inputs = BUILDERS[models.HAND]()
@@ -188,6 +192,7 @@ class Deep(nn.Module):
         return self.parts["text"](input_ids=input_ids, use_cache=use_cache).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrapper", "prefix", "name"),
     [(Keywords, "inner.", "llama"), (Deep, "parts.text.inner.", "gpt2")],
@@ -253,6 +258,7 @@ def moves(collectives: Iterable[CollectiveRecord]) -> Counter[tuple[str, ...]]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_text_model_in_one_of_images_keeps_its_plan(
     tp: int, both: tuple[ModelCompiler, ModelCompiler]

@@ -134,6 +134,7 @@ def _is_part(values: list[Tensor]) -> bool:
     return values[0].shape == (2, 5, 16) and not torch.equal(values[0], values[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2"])
 def test_models_of_transformers_run_narrow(name: str) -> None:
     model, given = build(name)

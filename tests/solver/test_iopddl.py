@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from autotp.errors import PlanError
-from autotp.solver.iopddl import FORBIDDEN, solution_json, to_iopddl
+from autotp.solver.iopddl import FORBIDDEN, solution_to_json, to_iopddl
 from autotp.solver.problem import LEVELS, Edge, Problem, Variable
 from autotp.solver.solve import solve
 from tests.oracle import enumerate_optimum, problems
@@ -109,7 +109,7 @@ def test_solving_the_document_gives_the_time_level_again(problem: Problem) -> No
     assume(enumerate_optimum(problem)[0] == 0)
     solution = solve(problem)
     document = json.loads(json.dumps(to_iopddl(problem, solution)))
-    ours = json.loads(json.dumps(solution_json(problem, solution)))["solution"]
+    ours = json.loads(json.dumps(solution_to_json(problem, solution)))["solution"]
 
     time = solution.cost[problem.levels.index("time_ps")]
     assert time == contest_cost(document, contest_optimum(document))
@@ -156,7 +156,7 @@ def test_document_of_a_solution() -> None:
         "width": 1,
     }
 
-    assert expected == solution_json(problem, solve(problem))
+    assert expected == solution_to_json(problem, solve(problem))
 
 
 def test_memory_on_an_edge_has_no_place_in_the_form() -> None:

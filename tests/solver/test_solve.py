@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autotp.errors import PlanError
-from autotp.solver.elimination import eliminate, elimination_order, packing, table_size, width
+from autotp.solver.elimination import (
+    count_entries,
+    eliminate,
+    find_width,
+    order_variables,
+    pack_costs,
+)
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
 from autotp.solver.solve import solve
 from tests.oracle import enumerate_optimum, optimum, problems
@@ -121,7 +127,7 @@ def test_bound_of_the_fallback_says_what_highs_cannot_prove() -> None:
 def test_second_order_is_tried_before_the_fallback() -> None:
     sizes, pairs = [2, 30, 2, 30], [(0, 1), (1, 2), (2, 3), (3, 0)]
     by_degree, by_size = (
-        table_size(elimination_order(sizes, pairs, by_size), sizes) for by_size in (False, True)
+        count_entries(order_variables(sizes, pairs, by_size), sizes) for by_size in (False, True)
     )
     variables = tuple(variable(f"v{i}", range(size)) for i, size in enumerate(sizes))
     edges = (Edge(a, b, np.zeros((1, sizes[a], sizes[b]), dtype=np.int64)) for a, b in pairs)
@@ -180,7 +186,7 @@ def test_packing_uses_as_few_words_as_hold_the_totals(
     levels = tuple(f"level {i}" for i in range(len(largest)))
     problem = Problem(levels, (variable("v", *((n,) for n in largest)),), ())
 
-    assert matrix == packing(problem).tolist()
+    assert matrix == pack_costs(problem).tolist()
 
 
 @pytest.mark.parametrize(
@@ -193,9 +199,9 @@ def test_packing_uses_as_few_words_as_hold_the_totals(
     ],
 )
 def test_width_of_known_graphs(graph: nx.Graph, expected: int) -> None:
-    steps = elimination_order([2] * len(graph), graph.edges)
+    steps = order_variables([2] * len(graph), graph.edges)
 
-    assert expected == width(steps)
+    assert expected == find_width(steps)
     assert sorted(graph.nodes) == sorted(step.variable for step in steps)
 
 
@@ -253,9 +259,9 @@ def test_ten_thousand_variables(record_property: Callable[[str, object], None]) 
 def test_both_orders_find_the_same_optimum() -> None:
     problem = large_problem(layers=12)
     sizes = [len(v.domain) for v in problem.variables]
-    steps = elimination_order(sizes, pairs_of(problem), by_size=True)
+    steps = order_variables(sizes, pairs_of(problem), by_size=True)
 
-    assert elimination_order(sizes, pairs_of(problem)) != steps
+    assert order_variables(sizes, pairs_of(problem)) != steps
     assert solve(problem).cost == problem.cost(eliminate(problem, steps))
 
 

@@ -1,6 +1,5 @@
 """Ranks that are meant to die: processes of their own, forked from one that has imported all."""
 
-import multiprocessing
 import os
 import tempfile
 import time
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.spmd.pool import forking
 
 __all__ = ["End", "ends"]
 
@@ -35,8 +36,7 @@ def ends(
 
     Constraints: all are gone when it returns; those that were not after `limit` were killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.spmd.failing", "tests.models", fn.__module__])
+    context = forking()
     with tempfile.TemporaryDirectory(prefix="autotp-ends-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
         about = (world, str(Path(folder) / "store"), group, fn, args)

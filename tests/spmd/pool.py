@@ -2,6 +2,9 @@
 
 Every worker is a member of one gloo group over the loopback interface. A function and its arguments
 are sent by reference and by value, so the function must be at the top of an importable module.
+
+Workers are forked from one process that has imported what a capture needs: that takes longer than
+most captures of tiny models.
 """
 
 import atexit
@@ -12,18 +15,28 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-__all__ = ["Pool", "WorkerError", "close_all", "pool_of"]
+__all__ = ["Pool", "WorkerError", "close_all", "forking", "pool_of"]
 
 _GRACE = 3.0
+_IMPORTED = (
+    "tests.spmd.pool",
+    "tests.spmd.failing",
+    "tests.models",
+    "torch._dynamo",
+    "torch.export",
+    "transformers.modeling_utils",
+)
+"""What the process that workers are forked from imports; it does no more, so it has one thread."""
 _pools: dict[int, "Pool"] = {}
 
 
@@ -79,7 +92,7 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        context = mp.get_context("spawn")
+        context = forking()
         self._folder = tempfile.TemporaryDirectory(prefix="autotp-pool-")
         store = Path(self._folder.name) / "store"
         for rank in range(self.world):
@@ -112,6 +125,13 @@ class Pool:
             process.join()
             return False, f"died with exit code {process.exitcode}"
         return answer
+
+
+def forking() -> ForkServerContext:
+    """The context whose processes are forked from one that has imported `_IMPORTED`."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(_IMPORTED))
+    return context
 
 
 def pool_of(world: int) -> Pool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -12,6 +13,8 @@ from autotp.errors import AutotpError
 from tests.models import build
 from tests.spmd.pool import Pool
 from tests.toys import MLP
+
+pytestmark = pytest.mark.slow
 
 Pools = Callable[[int], Pool]
 IDS = torch.tensor([[5, 6, 7, 8], [9, 8, 7, 6]])

@@ -13,6 +13,8 @@ import torch
 from autotp.cli import main as cli
 from tests.models import build
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:

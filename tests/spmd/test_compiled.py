@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -12,6 +13,8 @@ import autotp
 from tests.models import build
 from tests.spmd.pool import Pool
 from tests.toys import MLP
+
+pytestmark = pytest.mark.slow
 
 Pools = Callable[[int], Pool]
 IDS = torch.arange(3, 17).reshape(2, 7)

@@ -10,6 +10,8 @@ from autotp.errors import AutotpError, PlanError
 from tests.models import build
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 SECONDS = 150.0  # below the five minutes after which a group gives up on a lost rank

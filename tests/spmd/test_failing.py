@@ -16,6 +16,8 @@ from tests.models import build
 from tests.spmd.failing import End, ends
 from tests.toys import MLP
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.tensor([[5, 6, 7, 8]])
 CALL = {"do_sample": False, "max_new_tokens": 6, "attention_mask": torch.ones_like(IDS)}
 

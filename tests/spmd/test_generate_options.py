@@ -14,10 +14,11 @@ from tests import multimodal
 from tests.attended import OPAQUE
 from tests.spmd.beside import TOLERANCE
 from tests.spmd.pool import Pool
-from tests.spmd.test_generate import NEW, padded, prompt, whole
+from tests.spmd.test_generate import NEW, ONE, padded, prompt, whole
+
+pytestmark = pytest.mark.slow
 
 Pools = Callable[[int], Pool]
-SIZES = {"num_hidden_layers": 1}
 PLAIN = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
 STATIC = {"cache_implementation": "static"}
 QUANTISED = {"cache_implementation": "quantized", "cache_config": {"backend": "fp8"}}
@@ -41,7 +42,7 @@ def embedded(model: Any) -> dict[str, Any]:
 
 def drafted(model: Any) -> dict[str, Any]:
     """A draft by the whole model, of which the prompt lookup of the other way has none."""
-    return {"input_ids": prompt(1, 7), "assistant_model": whole("llama", SIZES)}
+    return {"input_ids": prompt(1, 7), "assistant_model": whole("llama", ONE)}
 
 
 WAYS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
@@ -80,12 +81,12 @@ def words(model: Any, way: str) -> list[list[int]]:
 
 
 def told_words(rank: int, world: int) -> tuple[list[list[list[int]]], list[str]]:
-    model = autotp.parallelize(whole("llama", SIZES), example_inputs={"input_ids": prompt(2, 7)})
+    model = autotp.parallelize(whole("llama", ONE), example_inputs={"input_ids": prompt(2, 7)})
     return [words(model, way) for way in WAYS], list(model.plans)
 
 
 def test_the_words_are_the_whole_models(pool: Pools) -> None:
-    expected = [words(whole("llama", SIZES), way) for way in WAYS]
+    expected = [words(whole("llama", ONE), way) for way in WAYS]
     for mine, kinds in pool(2).run(told_words):
         assert dict(zip(WAYS, expected, strict=True)) == dict(zip(WAYS, mine, strict=True))
         # a draft's lengths differ from step to step, and are one graph
@@ -99,13 +100,13 @@ def windowed(model: Any) -> list[list[int]]:
 
 def told_windowed(rank: int, world: int) -> list[list[int]]:
     model: Any = autotp.parallelize(
-        whole("window", SIZES), example_inputs={"input_ids": prompt(2, 7)}
+        whole("window", ONE), example_inputs={"input_ids": prompt(2, 7)}
     )
     return windowed(model)
 
 
 def test_a_window_of_a_fixed_size_fills_and_goes_on(pool: Pools) -> None:
-    expected = windowed(whole("window", SIZES))
+    expected = windowed(whole("window", ONE))
     assert [expected, expected] == pool(2).run(told_windowed)
 
 
@@ -124,7 +125,7 @@ def flat(nest: Any) -> Any:
 
 
 def told_outputs(rank: int, world: int) -> tuple[dict[str, list[Tensor]], list[str]]:
-    model = whole("llama", SIZES)
+    model = whole("llama", ONE)
     model.set_attn_implementation("eager")
     sharded: Any = autotp.parallelize(model, example_inputs={"input_ids": prompt(2, 7)})
     refusals: list[str] = []
@@ -139,7 +140,7 @@ def told_outputs(rank: int, world: int) -> tuple[dict[str, list[Tensor]], list[s
 
 
 def test_outputs_asked_for_are_the_whole_models(pool: Pools) -> None:
-    model = whole("llama", SIZES)
+    model = whole("llama", ONE)
     model.set_attn_implementation("eager")
     expected = outputs(model)
 
@@ -157,9 +158,7 @@ def test_outputs_asked_for_are_the_whole_models(pool: Pools) -> None:
 
 def told_draws(rank: int, world: int) -> tuple[list[list[int]], float]:
     """What ranks with seeds of their own draw, and the next number of each."""
-    model: Any = autotp.parallelize(
-        whole("llama", SIZES), example_inputs={"input_ids": prompt(2, 7)}
-    )
+    model: Any = autotp.parallelize(whole("llama", ONE), example_inputs={"input_ids": prompt(2, 7)})
     torch.manual_seed(5 + rank)
     return model.generate(prompt(2, 7), **{**PLAIN, "do_sample": True}).tolist(), drawn()
 
@@ -169,7 +168,7 @@ def drawn() -> float:
 
 
 def test_ranks_with_seeds_of_their_own_draw_what_rank_0_would(pool: Pools) -> None:
-    model: Any = whole("llama", SIZES)
+    model: Any = whole("llama", ONE)
     torch.manual_seed(5)
     expected = model.generate(prompt(2, 7), **{**PLAIN, "do_sample": True}).tolist(), drawn()
 
@@ -178,9 +177,7 @@ def test_ranks_with_seeds_of_their_own_draw_what_rank_0_would(pool: Pools) -> No
 
 def told_ends(rank: int, world: int) -> int:
     """How many words there are where ranks would end at other ones, as by clocks of their own."""
-    model: Any = autotp.parallelize(
-        whole("llama", SIZES), example_inputs={"input_ids": prompt(2, 7)}
-    )
+    model: Any = autotp.parallelize(whole("llama", ONE), example_inputs={"input_ids": prompt(2, 7)})
 
     def ended(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         return torch.full((ids.shape[0],), ids.shape[1] >= 9 + 3 * rank)
@@ -195,7 +192,7 @@ def test_what_looks_at_a_clock_ends_all_ranks_as_it_ends_rank_0(pool: Pools) -> 
 
 def opaque() -> Any:
     """C082: attention is a custom op, which knows of nothing but plain tensors."""
-    model: Any = whole("llama", SIZES)
+    model: Any = whole("llama", ONE)
     model.set_attn_implementation(OPAQUE)
     return model
 
@@ -214,7 +211,7 @@ def test_an_opaque_attention_has_a_cache_of_its_heads(pool: Pools) -> None:
 
 
 def whole_words() -> list[list[int]]:
-    model: Any = whole("llama", SIZES)
+    model: Any = whole("llama", ONE)
     return model.generate(**padded(), **PLAIN).tolist()
 
 

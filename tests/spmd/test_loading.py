@@ -11,11 +11,13 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM
 
 import autotp
-from autotp.checkpoint.atomic_write import draft
+from autotp.checkpoint.atomic_write import open_draft
 from autotp.cli import shard_merge as offline
 from autotp.errors import AutotpError
 from tests.checkpoints import FAULTS, IDS, saved
 from tests.spmd.pool import Pool
+
+pytestmark = pytest.mark.slow
 
 Pools = Callable[[int], Pool]
 
@@ -157,7 +159,7 @@ def mixed(rank: int, world: int, directories: list[str]) -> str:
 def test_ranks_with_a_cut_and_a_whole_checkpoint_are_told(pool: Pools, tmp_path: Path) -> None:
     """They would go different ways, and wait for each other."""
     saved("llama", tmp_path / "whole")
-    offline.shard(tmp_path / "whole", tmp_path / "cut", 2)
+    offline.shard_checkpoint(tmp_path / "whole", tmp_path / "cut", 2)
     directories = [str(tmp_path / "whole"), str(tmp_path / "cut")]
     first, second = pool(2).run(mixed, directories, timeout=60)
 
@@ -198,7 +200,7 @@ def test_a_directory_that_cannot_be_made_is_one_error_on_all_ranks(
 
 def test_what_a_killed_save_left_is_cleared_away(tmp_path: Path) -> None:
     saved("llama", tmp_path)
-    with draft(tmp_path) as held:  # by another that saves here now
+    with open_draft(tmp_path) as held:  # by another that saves here now
         (tmp_path / ".saving-killed").mkdir()
         (tmp_path / ".saving-killed" / "model.safetensors").touch()
         autotp.from_pretrained(tmp_path, 1).save_pretrained(tmp_path)

@@ -8,6 +8,8 @@ import torch
 
 from tests.benchmarks.loading import MB, TINY, figures, write
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "hidden_size": 1024,
     "intermediate_size": 2816,

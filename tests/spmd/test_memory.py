@@ -18,6 +18,8 @@ from tests.models import build
 from tests.spmd.beside import Call, inputs_of, run
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 12288}

@@ -28,11 +28,18 @@ from tests.spmd.beside import (
 )
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 # the first prices the plan; the others are unlike it and unlike what was traced
 CALLS = (Call(2, 12), Call(1, 7, seed=1), Call(3, 20, padded=True, seed=2))
-ONE_LAYER = {"bloom": {"n_layer": 1}, "t5": {"num_layers": 1, "num_decoder_layers": 1}}
+ONE_LAYER = {
+    "bloom": {"n_layer": 1},
+    "gpt2": {"n_layer": 1},
+    "hand": {"layers": 1},
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},
+}
 EVERYWHERE = tuple(DIVISIBLE_BY_3)
 
 
@@ -99,7 +106,8 @@ def most_held(plan: Plan, names: list[str]) -> int:
     ],
 )
 def test_further_models_and_inference(pool: Pools, name: str, world: int, training: bool) -> None:
-    plan = compare(pool, name, world, {}, training)
+    one_layer = ONE_LAYER.get(name, {"num_hidden_layers": 1})
+    plan = compare(pool, name, world, one_layer, training)
 
     assert plan.training == training
     assert plan.collectives

@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from tests.spmd.pool import Pool, WorkerError
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 
 

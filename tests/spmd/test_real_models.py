@@ -21,6 +21,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 import autotp
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAYERS, NEW = 2, 5

@@ -124,6 +124,7 @@ def trained_shards(rank: int, world: int) -> tuple[str, dict[str, Tensor]]:
     return sharded.plan.to_json(), trained(sharded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_experts_train_in_processes_as_the_whole_model_does(pool: Pools, world: int) -> None:
     """What is whole on every rank, the router too, is asserted to be equal on all of them."""

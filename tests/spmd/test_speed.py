@@ -2,10 +2,13 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
 from tests.benchmarks.speed import SIDES, TINY, interval, measured, told
 from tests.spmd.pool import Pool
+
+pytestmark = pytest.mark.slow
 
 Pools = Callable[[int], Pool]
 

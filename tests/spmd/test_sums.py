@@ -16,6 +16,8 @@ from tests.models import build
 from tests.spmd.beside import Traffic
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 Payloads = Counter[tuple[str, int]]
 Ran = tuple[Tensor, dict[str, Tensor], str, Payloads, set[torch.dtype]]

@@ -24,6 +24,8 @@ from tests.spmd.beside import (
 )
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 Pools = Callable[[int], Pool]
 Told = tuple[str, list[Ran]]
 """A plan, and what calls of its model gave on one rank."""

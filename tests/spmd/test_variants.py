@@ -24,6 +24,8 @@ from tests.spmd.beside import (
 )
 from tests.spmd.pool import Pool
 
+pytestmark = pytest.mark.slow
+
 NAME = "gpt_neox"
 SIZES = {"num_hidden_layers": 1, "attention_dropout": 0.2, "hidden_dropout": 0.2}
 PRICED = Call(2, 12)

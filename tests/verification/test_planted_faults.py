@@ -32,7 +32,7 @@ from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import take
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from tests.random_plans import analysed
 
 TP = 2
@@ -65,7 +65,7 @@ def proved(
     ranks = [work.build(one, Group("tp", TP, r, torch.device("cpu"))) for r in range(TP)]
     for rank in ranks:
         spoil(rank)
-    return prove(
+    return compare_ranks(
         work.model,
         ranks,
         work.inputs,

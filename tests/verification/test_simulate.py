@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Split, block, segment
+from autotp.capture.graph_facts import whereabouts
 from autotp.capture.program import Program
 from autotp.errors import VerifyError
 from autotp.runtime.ops.library import schema
-from autotp.verification.simulate import Part, Simulation, simulate, walk, whereabouts
+from autotp.verification.simulate import Part, Simulation, simulate, walk
 from autotp.verification.simulate.collectives import JOINT
 from tests.hand_made import ATEN, GROUP, OURS, case
 from tests.spmd.placed import gradient_kind, is_placed, part, whole

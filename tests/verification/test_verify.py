@@ -18,7 +18,7 @@ from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import take
-from autotp.verification import prove
+from autotp.verification import compare_ranks
 from autotp.verification.agreement import Difference, difference, disagreement
 from autotp.verification.bisection import Case as Search
 from autotp.verification.bisection import first_divergence
@@ -30,7 +30,7 @@ from tests.toys import MLP, batch
 
 
 def proved(one: Case, *, gradients: bool = True, dtype: torch.dtype = torch.float32) -> Evidence:
-    return prove(
+    return compare_ranks(
         one.whole,
         one.models,
         one.inputs,
@@ -269,6 +269,7 @@ def test_what_shrinks_with_the_roundings_is_rounding() -> None:
     assert "decided in float64" in found.notes[0]
 
 
+@pytest.mark.slow
 def test_among_exploding_gradients_a_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three roundings of float32, on one rank, in one weight."""
     model, inputs = exploding()

@@ -229,6 +229,7 @@ def _joined(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[F
     slots: tuple[Slot, ...] = (*((k, i) for k in joined), (~0, i))
     if i == at:
         parts = [d for d in dims if forest.size(d) != Size(0)]
+        slots = tuple((k, i) for k, i in slots if k < 0 or call.operands[k][i] in parts)
         static = all(forest.size(d).static is not None for d in parts)
         out = (
             parts[0]

@@ -16,7 +16,7 @@ from autotp.oprules.discover.call import Opaque
 from autotp.oprules.discover.factors import Found, factors, linear_sets, ties
 from autotp.oprules.discover.joins import Cut
 from autotp.oprules.discover.sizes import FAMILIES, sizings
-from autotp.oprules.discover.trial import DRAWS, Budget, Setting, TooDearError, Trial
+from autotp.oprules.discover.trial import DRAWS, Setting, Trial
 from autotp.oprules.notation import Pattern, Signature
 from autotp.oprules.rule import Discovery, NodeRule, Row, Slot
 
@@ -57,7 +57,7 @@ def _discovered(call: Opaque, gradients: bool) -> Discovery:
         if isinstance(families, str):
             return Discovery(op, None, families)
         rows = _rows(op, families, factors(call, families), linear_sets(families))
-    except (TooDearError, _OverlapError) as error:
+    except _OverlapError as error:
         return Discovery(op, None, str(error))
     if not rows or any(row != rows[0] for row in rows):
         return Discovery(op, None, "no way to cut it, of those tried, gives the right results")
@@ -72,20 +72,18 @@ def _trials(call: Opaque, gradients: bool) -> list[list[Trial]] | str:
     reasons: list[str] = []
     for device in dict.fromkeys(("cpu", "cuda" if call.device == "cuda" else "cpu")):
         for dtype in (torch.float64, torch.float32, None):
-            budget, setting = Budget(), Setting(device, dtype, gradients)
-            families = [_family(call, first, setting, budget, reasons) for first in FAMILIES]
+            setting = Setting(device, dtype, gradients)
+            families = [_family(call, first, setting, reasons) for first in FAMILIES]
             if all(families):
                 return families
     return reasons[0]
 
 
-def _family(
-    call: Opaque, first: int, setting: Setting, budget: Budget, reasons: list[str]
-) -> list[Trial]:
+def _family(call: Opaque, first: int, setting: Setting, reasons: list[str]) -> list[Trial]:
     """The trials at the smallest sizes of one family that the op takes; `reasons` has why not."""
     reason = "its sizes are tied to an argument, and too large to try"
     for values in sizings(call, first):
-        trials = [Trial(call, values, setting, k, budget) for k in range(len(DRAWS))]
+        trials = [Trial(call, values, setting, k) for k in range(len(DRAWS))]
         found = {t.number: _reason(t) for t in trials}
         usable = [t for t in trials if not found[t.number]]
         if len(usable) >= _FEWEST:
@@ -98,8 +96,6 @@ def _family(
 def _reason(trial: Trial) -> str:
     try:
         return trial.reason()
-    except TooDearError:
-        raise
     except Exception as error:  # noqa: BLE001  whatever an op does with numbers that we made up
         said = str(error).strip().splitlines() or [""]
         return f"it fails on random numbers: {type(error).__name__}: {said[0][:120]}"
@@ -165,7 +161,6 @@ class _Written:
             whole=frozenset(self.names[w] for w in self.whole),
             linear=tuple(linear),
             bias=frozenset(k for f in self.found for k in f.joined[0].bias),
-            emit="rescale" if "mean" in contracted.values() else "",
             note="found by running it",
         )
 

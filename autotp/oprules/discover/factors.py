@@ -1,29 +1,29 @@
 """The factors of an op without a row: which dims of which operands may be cut together.
 
 Candidates are tried in a fixed order: dims of equal size, one of each operand, most operands first;
-then dims that are multiples of others (query heads of key-value heads), cut as blocks or within
-them; then what is left of a dim when a factor is taken out. A candidate must hold at all sizes, for
-all draws, at two ranks and at three.
+then dims that are multiples of others (query heads of key-value heads), sharded as blocks; then
+what such a factor leaves of them. A candidate must hold at all sizes, for all draws, at two ranks
+and at three. Of an op with very many operands only the first candidates are tried.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from typing import Literal, TypeAlias, TypeVar
 
 from autotp.algebra.size import Size
 from autotp.oprules.discover.call import Opaque, Values, size_of
 from autotp.oprules.discover.joins import Cut, Joined, Sharing, is_linear, parts_of
-from autotp.oprules.discover.trial import TooDearError, Trial
+from autotp.oprules.discover.trial import Trial
 from autotp.oprules.rule import Slot
 
 __all__ = ["Found", "Place", "factors", "linear_sets", "ties"]
 
-Mode: TypeAlias = Literal["all", "major", "minor", "within", "around"]
-"""Which part of a dim of N elements the factor is, beside another of n elements."""
+Mode: TypeAlias = Literal["all", "major", "within"]
+"""Which part of a dim of N elements the factor is, next to another of n elements."""
 
+_MOST_CANDIDATES = 400  # counted, not timed: all ranks must stop together
 _MOST_LINEAR = 4  # operands of which all sets are tried
 
 
@@ -43,9 +43,7 @@ class Place:
         outer, size, inner = {
             "all": (1, length, 1),
             "major": (1, n, length // n),
-            "minor": (length // n, n, 1),
             "within": (n, length // n, 1),
-            "around": (1, length // n, n),
         }[self.mode]
         return Cut(self.dim, outer, size, inner)
 
@@ -80,11 +78,10 @@ class Found:
 def factors(call: Opaque, families: Sequence[Sequence[Trial]]) -> list[Found]:
     """Every factor of the op; no two of them are the same part of a dim."""
     search = _Search(call, families)
-    families[0][0].budget.renew()
-    with suppress(TooDearError):  # what is found by then holds all the same
-        for stage in (_equal, _multiple, _rest):
-            for candidate in stage(call, families[0][0].values, search.found):
-                search.attempt(candidate)
+    for stage in (_equal, _multiple, _rest):
+        candidates = stage(call, families[0][0].values, search.found)
+        for candidate in islice(filter(search.is_free, candidates), _MOST_CANDIDATES):
+            search.attempt(candidate)
     return search.found
 
 
@@ -97,9 +94,7 @@ class _Search:
         self.taken: set[tuple[int, int, str]] = set()
 
     def attempt(self, candidate: Candidate) -> None:
-        """Keeps a candidate that holds, unless one of its places is taken."""
-        if any(self._is_taken(k, p) for k, p in candidate.places.items()):
-            return
+        """Keeps a candidate that holds."""
         made = [candidate.cuts(self.call, trials[0].values) for trials in self.families]
         cuts = [c for c in made if c is not None]
         if len(cuts) < len(made):
@@ -113,11 +108,13 @@ class _Search:
         self.found.append(Found(candidate, tuple(cuts), tuple(joined)))
         self.taken |= {(k, p.dim, p.mode) for k, p in candidate.places.items()}
 
+    def is_free(self, candidate: Candidate) -> bool:
+        """Whether none of a candidate's places overlaps with that of a factor found."""
+        return not any(self._is_taken(k, p) for k, p in candidate.places.items())
+
     def _is_taken(self, operand: int, place: Place) -> bool:
-        """Whether the place overlaps with that of a factor found."""
         modes = {m for k, dim, m in self.taken if (k, dim) == (operand, place.dim)}
-        beside = {"within": {"major"}, "around": {"minor"}}
-        return not modes <= beside.get(place.mode, set())
+        return not modes <= ({"major"} if place.mode == "within" else set[str]())
 
 
 def _held(trials: Sequence[Trial], cuts: Mapping[int, Cut], ranks: int) -> Joined | None:
@@ -139,8 +136,6 @@ def _tried(attempt: Callable[[], T], refused: T) -> T:
     """What an attempt finds; `refused` where the op takes no such operands."""
     try:
         return attempt()
-    except TooDearError:
-        raise
     except Exception:  # noqa: BLE001  an op of anyone's, given parts that it may not be made for
         return refused
 
@@ -160,32 +155,30 @@ def _equal(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Can
 
 def _multiple(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
     """Dims of one size with others that are multiples of it."""
-    modes: tuple[Mode, Mode] = ("major", "minor")
-    for base, mode in product(_bases(call), modes):
+    for base in _bases(call):
         options = [
-            [None, *_places(shape, base, values, mode)] if base.static else [None]
+            [None, *_places(shape, base, values)] if base.static else [None]
             for shape in call.shapes
         ]
         for candidate in _chosen(base, options):
-            if {p.mode for p in candidate.places.values()} == {"all", mode}:
+            if {p.mode for p in candidate.places.values()} == {"all", "major"}:
                 yield candidate
 
 
-def _places(shape: Sequence[Size], base: Size, values: Values, mode: Mode) -> Iterator[Place]:
+def _places(shape: Sequence[Size], base: Size, values: Values) -> Iterator[Place]:
     n = size_of(base, values)
     for dim, size in enumerate(shape):
         if size == base:
             yield Place(dim, "all")
         elif size.static and size_of(size, values) % n == 0 and size_of(size, values) > n:
-            yield Place(dim, mode)
+            yield Place(dim, "major")
 
 
 def _rest(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
     """What a factor found leaves of the dims that are multiples of it."""
-    beside: dict[Mode, Mode] = {"major": "within", "minor": "around"}
     for factor in list(found):
         places = factor.candidate.places
-        left = {k: Place(p.dim, beside[p.mode]) for k, p in places.items() if p.mode in beside}
+        left = {k: Place(p.dim, "within") for k, p in places.items() if p.mode == "major"}
         options = [[None, left[k]] if k in left else [None] for k in range(len(call.shapes))]
         yield from _chosen(factor.candidate.base, options)
 
@@ -210,7 +203,6 @@ def ties(trial: Trial, found: Sequence[Found]) -> dict[Slot, Slot]:
 
     Example: the head size of queries is that of keys, without which they cannot be multiplied.
     """
-    trial.budget.renew()
     taken = {(k, p.dim) for f in found for k, p in f.candidate.places.items()}
     shapes = enumerate(trial.call.shapes)
     slots = [(k, d) for k, shape in shapes for d in range(len(shape)) if (k, d) not in taken]
@@ -240,13 +232,11 @@ def linear_sets(families: Sequence[Sequence[Trial]]) -> list[frozenset[int]]:
     floats = [k for k, x in enumerate(trials[0].operands) if x.is_floating_point()]
     if not all(x.is_floating_point() for x in trials[0].whole):
         return []
-    trials[0].budget.renew()
-    found: list[frozenset[int]] = []
-    with suppress(TooDearError):
-        for operands in _sets(floats):
-            if all(_tried(partial(is_linear, t, operands), False) for t in trials):
-                found.append(operands)
-    return found
+    return [
+        operands
+        for operands in _sets(floats)
+        if all(_tried(partial(is_linear, t, operands), False) for t in trials)
+    ]
 
 
 def _sets(operands: Sequence[int]) -> Iterator[frozenset[int]]:

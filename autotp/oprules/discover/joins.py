@@ -37,7 +37,7 @@ class Cut(NamedTuple):
 class Joined(NamedTuple):
     """How the ranks' results make the whole.
 
-    - `kind`: pass, sum or mean. `cuts`: for pass, each result's cut; None if every rank has it all.
+    - `kind`: pass or sum. `cuts`: for pass, each result's cut; None if every rank has it all.
     - `bias`: for sum, the operands that must be partial too, lest they count once a rank.
     """
 
@@ -124,10 +124,6 @@ class Sharing:
     def _sums(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Joined]:
         if self._add_up(local):
             yield Joined("sum")
-        shares = [len(part) / self.parts[-1].stop for part in self.parts]
-        means = [[x * s for x in results] for results, s in zip(local, shares, strict=True)]
-        if len(self.trial.whole) == 1 and self._add_up(means):
-            yield Joined("mean")
         others = [k for k, x in enumerate(self.trial.operands) if x.is_floating_point()]
         for bias in _subsets([k for k in others if k not in self.cuts]):
             if self._add_up([self.trial.run(tensors) for tensors in self._ranks(bias)]):
@@ -164,8 +160,6 @@ class Sharing:
         return [list(given) for given in zip(*columns, strict=True)]
 
     def _shared(self, result: int, g: Tensor, joined: Joined) -> list[Tensor]:
-        if joined.kind == "mean":
-            return [g * (len(p) / self.parts[-1].stop) for p in self.parts]
         if joined.kind == "sum":
             return [g] * len(self.parts)
         cut = joined.cuts[result]

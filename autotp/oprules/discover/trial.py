@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotp.oprules.discover.call import Opaque, Values, size_of
 
-__all__ = ["DRAWS", "Budget", "Setting", "TooDearError", "Trial"]
+__all__ = ["DRAWS", "Setting", "Trial"]
 
 DRAWS = (1.0, 0.0, 30.0, 3000.0)
 """How far random numbers reach on both sides of zero; 0: they lie from 0.5 to 2.
@@ -22,8 +22,6 @@ rounding leaves nothing, so they are compared for the near ones only.
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 _COARSE = 3e-2  # of narrower types
-_CALL = 1 << 14  # the elements that a run counts for, besides its own
-_BUDGET = 1 << 25  # about a second
 
 
 class Setting(NamedTuple):
@@ -32,27 +30,6 @@ class Setting(NamedTuple):
     device: str
     dtype: torch.dtype | None
     gradients: bool
-
-
-class TooDearError(Exception):
-    """The budget for trying an op is spent."""
-
-
-@dataclass(slots=True)
-class Budget:
-    """What is left for trying an op: counted, not timed, since all ranks must stop together."""
-
-    left: int = _BUDGET
-
-    def spend(self, elements: int) -> None:
-        """Counts a run over so many elements; raises TooDearError when nothing is left."""
-        self.left -= _CALL + elements
-        if self.left < 0:
-            raise TooDearError("it takes too long to try")
-
-    def renew(self) -> None:
-        """All of it again, for another question."""
-        self.left = _BUDGET
 
 
 @dataclass(slots=True)
@@ -67,7 +44,6 @@ class Trial:
     values: Values
     setting: Setting
     number: int
-    budget: Budget
     operands: list[Tensor] = field(default_factory=list[Tensor])
     whole: list[Tensor] = field(default_factory=list[Tensor])
     given: list[Tensor] = field(default_factory=list[Tensor])
@@ -138,7 +114,6 @@ class Trial:
 
     def run(self, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
         """The op's results on tensors."""
-        self.budget.spend(sum(x.numel() for x in tensors))
         torch.manual_seed(seed)
         with torch.no_grad(), _silence():
             return self.call.run(tensors, self.values)
@@ -147,7 +122,6 @@ class Trial:
         """The gradient of each operand, zero where there is none."""
         if not self.returns:
             return [torch.zeros_like(x) for x in tensors]
-        self.budget.spend(sum(x.numel() for x in tensors))
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
         asking = [x for x in leaves if x.requires_grad]
         with torch.enable_grad(), _silence():

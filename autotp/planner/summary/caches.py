@@ -5,22 +5,22 @@ from collections.abc import Callable, Iterable
 from autotp.algebra.partition import Partition
 from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
-from autotp.planner.analysis import Kept, kept_outputs
+from autotp.planner.analysis import CacheOutput, list_cache_outputs
 from autotp.planner.summary.findings import Findings
 from autotp.records.plan import CacheRecord
 
-__all__ = ["caches", "held"]
+__all__ = ["summarise_caches", "count_cache_bytes"]
 
 
-def caches(
+def summarise_caches(
     findings: Findings, named: Callable[[Partition], str], pricing: Pricing
 ) -> dict[str, CacheRecord]:
     """The tensors of the cache by path; `named` gives an axis the name that people read."""
-    kept = kept_outputs(findings.analysis)
+    kept = list_cache_outputs(findings.analysis)
     return {k.path: _record(k, findings, named, pricing) for k in kept}
 
 
-def held(records: Iterable[CacheRecord], tp: int) -> int:
+def count_cache_bytes(records: Iterable[CacheRecord], tp: int) -> int:
     """The bytes of all tensors on the fullest rank."""
     return sum(_held(record, tp) for record in records)
 
@@ -33,7 +33,7 @@ def _held(record: CacheRecord, tp: int) -> int:
 
 
 def _record(
-    kept: Kept, findings: Findings, named: Callable[[Partition], str], pricing: Pricing
+    kept: CacheOutput, findings: Findings, named: Callable[[Partition], str], pricing: Pricing
 ) -> CacheRecord:
     analysis, placement = findings.analysis, findings.decision.kept[kept.number]
     meta = analysis.metas[kept.value]

@@ -8,7 +8,7 @@ from torch import fx
 
 from autotp.capture.sizes import Pricing
 from autotp.options import Request
-from autotp.planner.analysis import Analysis, Decision, Emitted, Matching
+from autotp.planner.analysis import Analysis, Decision, EmittedCollective, Matching
 from autotp.planner.strategy import Strategy
 from autotp.records.plan import Plan
 from autotp.solver.problem import Solution
@@ -57,5 +57,5 @@ class Findings:
     matching: Matching
     decision: Decision
     solution: Solution
-    collectives: Sequence[Emitted]
+    collectives: Sequence[EmittedCollective]
     ways: Mapping[fx.Node, tuple[Strategy, ...]]

@@ -9,12 +9,12 @@ from autotp.planner.analysis import Analysis
 from autotp.planner.summary.findings import Findings
 from autotp.records.plan import DifferingRecord, DiscoveredRecord
 
-__all__ = ["differing", "discovered", "unruled"]
+__all__ = ["list_differing_ops", "list_discovered_rules", "list_unruled_ops"]
 
 _UNKNOWN = Discovery("", None, "")
 
 
-def unruled(analysis: Analysis) -> tuple[str, ...]:
+def list_unruled_ops(analysis: Analysis) -> tuple[str, ...]:
     """The nodes without a rule, as `op at module path`, each with the reason why none was found."""
     found = [(n, analysis.discovered.get(n, _UNKNOWN).reason) for n in analysis.unruled]
     return tuple(
@@ -22,7 +22,7 @@ def unruled(analysis: Analysis) -> tuple[str, ...]:
     )
 
 
-def discovered(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
+def list_discovered_rules(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
     """The rules found by trying ops, with the modules that use each."""
     where: dict[tuple[str, str], list[str]] = {}
     for node, found in analysis.discovered.items():
@@ -31,7 +31,9 @@ def discovered(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
     return tuple(DiscoveredRecord(op, rule, tuple(at)) for (op, rule), at in where.items())
 
 
-def differing(findings: Findings, *, tp: int, training: bool) -> tuple[DifferingRecord, ...]:
+def list_differing_ops(
+    findings: Findings, *, tp: int, training: bool
+) -> tuple[DifferingRecord, ...]:
     """The ops that every rank does on the same values, though results may not be the same."""
     where: dict[Differing, dict[str, list[str]]] = {}
     for node in findings.analysis.program.graph.nodes if tp > 1 else ():

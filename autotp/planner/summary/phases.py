@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from autotp.records.plan import PhaseRecord, Plan
 
-__all__ = ["with_phases"]
+__all__ = ["add_phases"]
 
 _NAMES = ("prefill", "decode")
 
 
-def with_phases(first: Plan, later: Sequence[Plan], often: Sequence[int]) -> Plan:
+def add_phases(first: Plan, later: Sequence[Plan], often: Sequence[int]) -> Plan:
     """The plan `first`, itself one without `later` ones, with all phases and the longest cache."""
     if not later:
         return first

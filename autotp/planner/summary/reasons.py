@@ -15,10 +15,10 @@ from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import Whole
 from autotp.planner.analysis import AxisPair
-from autotp.planner.layouts import Layouts, overridden
-from autotp.planner.offers import factored
+from autotp.planner.layouts import Layouts, matches_glob
+from autotp.planner.offers import factor_pair
 from autotp.planner.summary.findings import Call, Findings
-from autotp.planner.summary.walk import Stop, Walk, place
+from autotp.planner.summary.walk import Stop, Walk, describe_place
 from autotp.records.replication import starred
 
 __all__ = ["Reasons"]
@@ -88,15 +88,17 @@ class Reasons:
     def _few(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
         """Whether `axes` have too few units, and their pair no way to share them."""
         few = all(a.units < self.call.tp for a in axes)
-        return few and not factored(pair, self.call.tp)
+        return few and not factor_pair(pair, self.call.tp)
 
     def _too_few(self, pair: AxisPair) -> str:
         sizes = {a: a.units for a in pair.axes}
         named = ", ".join(
             f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
         )
-        most = max(n for n in range(1, prod(sizes.values()) + 1) if _fits(pair, n))
-        return f"{named}: too few for tp {self.call.tp}; tp sizes that split it: {_up_to(most)}"
+        most = max(n for n in range(1, prod(sizes.values()) + 1) if _list_fitting(pair, n))
+        return (
+            f"{named}: too few for tp {self.call.tp}; tp sizes that split it: {_format_sizes(most)}"
+        )
 
     def _axes_cut(self, name: str) -> tuple[str, ...]:
         """What a parameter is cut along."""
@@ -107,7 +109,7 @@ class Reasons:
         strategies = self.found.decision.strategies
         products = self.layouts.products(name) if len(self._dims(name)) == 1 else []
         partial = bool(products) and all(PARTIAL in strategies[n].results for n in products)
-        return place(products[0]) if partial else ""
+        return describe_place(products[0]) if partial else ""
 
     def _barred(self, name: str, axes: Sequence[Atom]) -> str:
         """Why a parameter stays whole that its pair's axes would cut."""
@@ -129,7 +131,7 @@ class Reasons:
         return f"it is in no pair: {self._ends(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:
-        return axis.may_be_split and axis.units % self.call.tp == 0
+        return axis.is_splittable and axis.units % self.call.tp == 0
 
     def _ends(self, name: str, axes: Sequence[Atom]) -> str:
         """Where cuts of a parameter along `axes` end, those that end alike together."""
@@ -146,16 +148,18 @@ class Reasons:
         """Where a cut of a dim along one axis ends."""
         met, stop = self.walk.met(name, dim, axis), self.walk.stop(name, dim, axis)
         if met is not None and (stop is None or stop.node is not met):
-            return f"{place(met)} meets it with what is whole"
+            return f"{describe_place(met)} meets it with what is whole"
         if stop is None:
             return "nothing reads it"
         if stop.node is None:
             return f"an output of the model needs it whole, {self._price('gather', stop)}"
         if not stop.why:
-            return f"{place(stop.node)} leaves a partial sum, {self._price('reduce', stop)}"
+            return (
+                f"{describe_place(stop.node)} leaves a partial sum, {self._price('reduce', stop)}"
+            )
         price = f", {self._price('gather', stop)}"
         weight = stop.value in self.found.analysis.weights
-        return f"{place(stop.node)} {stop.why}" + ("" if weight else price)
+        return f"{describe_place(stop.node)} {stop.why}" + ("" if weight else price)
 
     def _price(self, kind: str, stop: Stop) -> str:
         size = self.pricing.bytes(self.found.analysis.metas[stop.value])
@@ -175,15 +179,15 @@ class Reasons:
         return sum(self.repeated.values())
 
     def _matches(self, name: str, glob: str) -> bool:
-        return self.call.overrides[glob] == "replicated" and overridden(name, glob)
+        return self.call.overrides[glob] == "replicated" and matches_glob(name, glob)
 
 
-def _fits(pair: AxisPair, tp: int) -> bool:
+def _list_fitting(pair: AxisPair, tp: int) -> bool:
     """Whether `tp` ranks can share the pair's axes."""
-    return any(a.units >= tp for a in pair.axes) or bool(factored(pair, tp))
+    return any(a.units >= tp for a in pair.axes) or bool(factor_pair(pair, tp))
 
 
-def _up_to(most: int) -> str:
+def _format_sizes(most: int) -> str:
     if most < 3:
         return "2" if most == 2 else "none"
     return f"2 to {most}"

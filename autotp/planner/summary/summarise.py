@@ -22,12 +22,12 @@ from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
 from autotp.cost.conversions import moved_bytes
 from autotp.dtypes import dtype_name
 from autotp.options import Request
-from autotp.planner.analysis import AxisPair, Emitted
+from autotp.planner.analysis import AxisPair, EmittedCollective
 from autotp.planner.layouts import Layouts
 from autotp.planner.strategy import Strategy
-from autotp.planner.summary.caches import caches, held
+from autotp.planner.summary.caches import count_cache_bytes, summarise_caches
 from autotp.planner.summary.findings import Call, Findings
-from autotp.planner.summary.ops import differing, discovered, unruled
+from autotp.planner.summary.ops import list_differing_ops, list_discovered_rules, list_unruled_ops
 from autotp.planner.summary.reasons import Reasons
 from autotp.records.plan import (
     CacheRecord,
@@ -38,7 +38,7 @@ from autotp.records.plan import (
     Plan,
     Shard,
 )
-from autotp.records.replication import much_whole
+from autotp.records.replication import describe_excess_replication
 from autotp.solver.problem import LEVELS, Solution
 
 __all__ = ["summarise"]
@@ -63,7 +63,7 @@ class _Summary:
         for pair in findings.matching.pairs:
             self.names |= self._axis_names(pair)
         for name, axis in findings.matching.experts.items():
-            module = _module((name,))
+            module = _find_common_module((name,))
             self.names.setdefault(axis.name, f"{module}.experts" if module else "experts")
         through = self._through()
         if through is not None:
@@ -82,7 +82,7 @@ class _Summary:
         read = self.analysis.parameters
         unused = sum(p.bytes for n, p in parameters.items() if n not in read) / max(total, 1)
         unused = call.prefill.unused_fraction if call.prefill else unused
-        without = unruled(self.analysis)
+        without = list_unruled_ops(self.analysis)
         program = self.analysis.program
         return Plan(
             model=self.whole.name,
@@ -98,7 +98,7 @@ class _Summary:
             collectives=self._collectives(),
             cost=dict(zip(LEVELS, solution.cost, strict=True)),
             bound=dict(zip(LEVELS, solution.bound, strict=True)),
-            gap=_gap(solution),
+            gap=_find_gap(solution),
             method=solution.method,
             width=solution.width,
             variables=len(solution.choice),
@@ -113,12 +113,12 @@ class _Summary:
                 "optimizer": call.request.optimizer,
                 "state_dtype": call.request.state_dtype,
                 "reduce_dtype": _dtype_name(call.request.reduce_dtype),
-                **_rules(call.request),
+                **_describe_rules(call.request),
             },
             choices={n.name: self._label(s) for n, s in self.found.decision.strategies.items()},
             unused_fraction=unused,
-            discovered=discovered(self.analysis),
-            differing=differing(self.found, tp=call.tp, training=call.training),
+            discovered=list_discovered_rules(self.analysis),
+            differing=list_differing_ops(self.found, tp=call.tp, training=call.training),
             caches=self._caches(),
         )
 
@@ -134,7 +134,7 @@ class _Summary:
         return max(count, key=lambda name: count[name], default=None)
 
     def _axis_names(self, pair: AxisPair) -> dict[str, str]:
-        module = _module((*pair.openers, *pair.closers))
+        module = _find_common_module((*pair.openers, *pair.closers))
         return {a: f"{module}.{w}" if module else w for a, w in pair.words.items()}
 
     def _name_others(self) -> None:
@@ -145,11 +145,11 @@ class _Summary:
                 for axis in leaves:
                     of = "" if len(leaves) == 1 else "part of "
                     word = f"{of}dim {number} ({axis.size})"
-                    self.names.setdefault(axis.name, f"{_module((name,))}.{word}")
+                    self.names.setdefault(axis.name, f"{_find_common_module((name,))}.{word}")
 
     def _pair(self, pair: AxisPair) -> Pair:
         cut = self._pair_cut(pair)
-        tp, module = self.call.tp, _module((*pair.openers, *pair.closers))
+        tp, module = self.call.tp, _find_common_module((*pair.openers, *pair.closers))
         axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
         several = {*self.found.matching.experts.values()}
         names = {a: "hidden" for a in axes if a not in pair.axes}
@@ -291,7 +291,7 @@ class _Summary:
         backward = [c for c in self.found.collectives if c.phase == "backward"]
         return tuple(self._collective(c) for c in [*forward, *reversed(backward)])
 
-    def _collective(self, run: Emitted) -> CollectiveRecord:
+    def _collective(self, run: EmittedCollective) -> CollectiveRecord:
         ranks = run.ranks or self.call.tp
         shares = run.shares or (Fraction(1),) * len(run.metas)
         size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
@@ -322,11 +322,11 @@ class _Summary:
         )
         memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}
         if self.analysis.program.carried:
-            memory["kv_cache"] = held(self._caches().values(), call.tp)
+            memory["kv_cache"] = count_cache_bytes(self._caches().values(), call.tp)
         return memory
 
     def _caches(self) -> dict[str, CacheRecord]:
-        return caches(self.found, self._axis_name, self.call.longest or self.pricing)
+        return summarise_caches(self.found, self._axis_name, self.call.longest or self.pricing)
 
     def _warnings(
         self,
@@ -335,7 +335,7 @@ class _Summary:
         unruled: Sequence[str],
         reason: str,
     ) -> Iterable[str]:
-        told = "" if self.call.prefill else much_whole(parameters, self.call.tp)
+        told = "" if self.call.prefill else describe_excess_replication(parameters, self.call.tp)
         if told:
             yield told
             if unused:
@@ -346,7 +346,7 @@ class _Summary:
         if unruled:
             yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
         if reason:
-            fixed = _fixed(self.analysis.program)
+            fixed = _list_fixed_sizes(self.analysis.program)
             sizes = ", ".join(f"{word} {size}" for word, size in fixed.items()) or "the given"
             yield (
                 f"the graph holds for these sizes only: {sizes}; other sizes are captured when "
@@ -363,19 +363,19 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else dtype_name(dtype)
 
 
-def _rules(request: Request) -> dict[str, object]:
+def _describe_rules(request: Request) -> dict[str, object]:
     """The files of rules that were given, by what is in them; nothing without any."""
     return {"rules": request.rules.extensions} if request.rules.extensions else {}
 
 
-def _gap(solution: Solution) -> float:
+def _find_gap(solution: Solution) -> float:
     for cost, bound in zip(solution.cost, solution.bound, strict=True):
         if cost != bound:
             return (cost - bound) / max(abs(bound), 1)
     return 0.0
 
 
-def _fixed(program: Program) -> dict[str, int]:
+def _list_fixed_sizes(program: Program) -> dict[str, int]:
     """The sizes of data that the capture had to fix, by what they are of."""
     found: dict[str, int] = {}
     values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
@@ -387,7 +387,7 @@ def _fixed(program: Program) -> dict[str, int]:
     return found
 
 
-def _module(names: Sequence[str]) -> str:
+def _find_common_module(names: Sequence[str]) -> str:
     """The longest module path that all parameters share."""
     paths = [n.split(".")[:-1] for n in names]
     shared = 0

@@ -14,10 +14,10 @@ from autotp.algebra.axis import Atom
 from autotp.algebra.placement import Placement
 from autotp.capture.graph_facts import Value, module_path, source_line
 from autotp.oprules.rule import Factor
-from autotp.planner.analysis import Analysis, Use, leaving_whole
+from autotp.planner.analysis import Analysis, Use, list_model_outputs
 from autotp.planner.strategy import Strategy
 
-__all__ = ["Stop", "Walk", "place"]
+__all__ = ["Stop", "Walk", "describe_place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Walk:
 
     def __init__(self, analysis: Analysis, ways: Mapping[fx.Node, tuple[Strategy, ...]]) -> None:
         self.analysis, self.ways = analysis, ways
-        self.outputs = leaving_whole(analysis)
+        self.outputs = list_model_outputs(analysis)
 
     def stop(self, name: str, dim: int, axis: Atom) -> Stop | None:
         """Where a cut of `dim` of parameter `name` along `axis` ends; None if nothing reads it."""
@@ -48,10 +48,10 @@ class Walk:
         while todo:
             value, at = todo.pop(0)
             for use, k in self.analysis.readers[value]:
-                ways = [s for s in self.ways[use.node] if _cuts(s.operands[k], at, axis)]
+                ways = [s for s in self.ways[use.node] if _list_splits(s.operands[k], at, axis)]
                 if not ways:
                     return Stop(use.node, self._why(use, k, at, axis), value)
-                found = dict.fromkeys(cut for s in ways for cut in _results(use.node, s, axis))
+                found = dict.fromkeys(cut for s in ways for cut in _list_results(use.node, s, axis))
                 ends += [] if found else [Stop(use.node, "", (use.node, 0))]
                 todo += [cut for cut in found if cut not in seen]
                 seen.update(found)
@@ -97,19 +97,19 @@ class Walk:
         return "cannot be cut along it with its other operands"
 
 
-def place(node: fx.Node) -> str:
+def describe_place(node: fx.Node) -> str:
     """An op and where it stands: `aten.mean.dim at model.norm (modeling_x.py:62)`."""
     line = source_line(node)
     return f"{node.target} at {module_path(node) or node.name}{f' ({line.place})' if line else ''}"
 
 
-def _cuts(placement: Placement, dim: int, axis: Atom) -> bool:
+def _list_splits(placement: Placement, dim: int, axis: Atom) -> bool:
     here = placement.dim == dim or placement.kind == "SS"
     return here and placement.is_split and axis.name in placement.partition.axes
 
 
-def _results(node: fx.Node, strategy: Strategy, axis: Atom) -> Iterator[tuple[Value, int]]:
+def _list_results(node: fx.Node, strategy: Strategy, axis: Atom) -> Iterator[tuple[Value, int]]:
     """The results, with the dim, that a strategy makes cut along `axis`."""
     for number, placement in enumerate(strategy.results):
-        if _cuts(placement, placement.dim, axis):
+        if _list_splits(placement, placement.dim, axis):
             yield (node, number), placement.dim

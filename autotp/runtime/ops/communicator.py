@@ -1,7 +1,7 @@
 """How ranks reach each other: the one place where a real process and a simulated rank differ.
 
 A communicator has the tensors of some ranks of a group: of one, where every rank is a process of
-its own (`Processes`), or of all, where one process runs them in lockstep (`simulate.joint`). What
+its own (`Processes`), or of all, where one process runs them in lockstep (`simulate`). What
 ranks do with their tensors is written once, in `primitives` and `conjugates`, for either.
 """
 

@@ -1,6 +1,6 @@
 """The law of rules: an op run on shards, joined by placement, is the op run on the whole.
 
-One call of one op becomes a program of one node; analyse gives its rule, `strategies` every way to
+One call of one op becomes a program of one node; analyse gives its rule, `derive_strategies` every way to
 run it on shards, and the real rewriter writes each of them. Then every rank's graph runs on
 operands that are placed by definition, without any conversion:
 
@@ -31,7 +31,7 @@ from autotp.algebra.split import Split
 from autotp.errors import AutotpError
 from autotp.lower.rewrite import Target, rewrite
 from autotp.planner.analysis import Decision
-from autotp.planner.strategy import Facts, Strategy, strategies
+from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.runtime.ops import library as conjugates
 from autotp.runtime.ops.blocks import first_copy, put, take
 from autotp.runtime.ops.grouped_rows import rows_back, rows_first
@@ -55,7 +55,7 @@ def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...
         any((use.node, k) in analysis.differentiable for k in range(len(metas))),
     )
     offers = every_offer(case, tp)
-    return strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
+    return derive_strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
 
 
 def every_offer(case: Case, tp: int) -> Offers:

@@ -9,7 +9,6 @@ another, so that gradients are in lockstep as well. A wrong graph gives wrong va
 would there; what would hang there is an error.
 """
 
-from autotp.verification.simulate.locations import whereabouts
 from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
 from autotp.verification.simulate.ranks import Simulation, simulate, variant_for, walk
 
@@ -23,5 +22,4 @@ __all__ = [
     "simulate",
     "variant_for",
     "walk",
-    "whereabouts",
 ]

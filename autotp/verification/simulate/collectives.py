@@ -79,9 +79,12 @@ class Lockstep:
                 return [row.clone() for row in _total(xs).chunk(self.size)]
 
     def _sums(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        peers = self.peers or (Peers(0, self.size, 1),) * self.size
-        totals = {them: _total([xs[rank] for rank in them.ranks]) for them in set(peers)}
-        return [totals[them].clone() for them in peers]
+        sums = list(xs)
+        for them in dict.fromkeys(self.peers or [Peers(0, self.size, 1)]):
+            total = _total([xs[rank] for rank in them.ranks])
+            for rank in them.ranks:
+                sums[rank] = total if rank == them.first else total.clone()
+        return sums
 
 
 def _total(xs: Sequence[Tensor]) -> Tensor:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from autotp.capture.graph_facts import op_name
+from autotp.capture.graph_facts import op_name, whereabouts
 from autotp.errors import AutotpError, VerifyError
 from autotp.runtime.ops.library import bind_arguments
 from autotp.verification.simulate.collectives import NAMESPACES, Tally, run_jointly
-from autotp.verification.simulate.locations import whereabouts
 
 __all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "flat_name"]
 

@@ -1,0 +1,177 @@
+"""The postcondition of capture: what every later stage takes for granted of a program.
+
+Constraints: only the program and the model's own tensors are consulted; nothing is run.
+"""
+
+import ast
+import builtins
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+from autotp.capture.clean import is_idle
+from autotp.capture.graph_facts import results_of, whereabouts
+from autotp.capture.program import Program
+
+__all__ = ["find_program_faults"]
+
+_OPS = ("placeholder", "get_attr", "call_function", "output")
+_GUARD_NAMES = {"L", "torch", "math", *dir(builtins)}
+
+
+def find_program_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Each way in which `program` is not a flat, functional graph of a model with these tensors.
+
+    - `tensors`: the model's parameters and buffers by name.
+    """
+    try:
+        program.graph.lint()
+    except RuntimeError as error:
+        yield f"the graph is malformed: {str(error).strip()}"
+        return
+    yield from _input_faults(program)
+    yield from _state_faults(program, tensors)
+    for node in program.graph.nodes:
+        yield from (f"{whereabouts(node)}: {reason}" for reason in _node_faults(node))
+    yield from _size_faults(program)
+    yield from _output_faults(program)
+    yield from _guard_faults(program)
+
+
+def _input_faults(program: Program) -> Iterator[str]:
+    nodes = program.graph.find_nodes(op="placeholder")
+    names = [str(node.target) for node in nodes]
+    inputs = [name.replace(".", "_") for name in program.inputs]
+    if names != inputs:
+        yield f"the graph takes {names}, but the program's inputs are {inputs}"
+    for node in nodes:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            yield f'input {node.target}: meta["val"] is {node.meta.get("val")!r}, not a tensor'
+    ranks = {str(n.target): len(val.shape) for n in nodes for val in results_of(n).values()}
+    for name, dims in program.data_dims.items():
+        rank = ranks.get(name.replace(".", "_"))
+        if rank is None:
+            yield f"data dims {dims} are given for {name}, which is not an input"
+        elif any(not 0 <= d < rank for d in dims):
+            yield f"input {name} has {rank} dims, but its data dims are {dims}"
+
+
+def _state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """Every `get_attr` reads one tensor that exists, under its first name, as its meta says."""
+    known = {**tensors, **program.lifted}
+    seen: set[str] = set()
+    for node in program.graph.find_nodes(op="get_attr"):
+        name, where = str(node.target), whereabouts(node)
+        tensor, meta = known.get(name), node.meta.get("val")
+        if tensor is None:
+            yield f"{where}: {name} is neither a parameter, a buffer nor a lifted constant"
+        elif not isinstance(meta, torch.Tensor):
+            yield f'{where}: meta["val"] of {name} is {meta!r}, not a tensor'
+        elif (tuple(meta.shape), meta.dtype) != (tuple(tensor.shape), tensor.dtype):
+            yield (
+                f"{where}: {name} is {tuple(tensor.shape)} of {tensor.dtype} in the model, but "
+                f"{tuple(meta.shape)} of {meta.dtype} in the graph"
+            )
+        if name in program.tied:
+            yield f"{where}: {name} is tied to {program.tied[name]}, under which it must be read"
+        if name in seen:
+            yield f"{where}: {name} is read by two get_attr nodes; later stages know one"
+        seen.add(name)
+
+
+def _node_faults(node: fx.Node) -> Iterator[str]:
+    if node.op not in _OPS:
+        yield f"a node of kind {node.op} in a flat graph, which has only {', '.join(_OPS)}"
+    if node.op == "output":
+        return
+    if node.op != "placeholder" and not node.users and is_idle(node):
+        yield "nothing reads it, and it has no effect: a dead node"
+    if node.op != "call_function":
+        return
+    if "val" not in node.meta:
+        yield 'has no meta["val"]'
+    if isinstance(node.target, HigherOrderOperator):
+        yield f"calls the region {node.target}, which a flat graph does not have"
+    if isinstance(node.target, OpOverload) and _schema(node.target).is_mutable:
+        yield f"{node.target} writes to its operands, in a graph that must be functional"
+
+
+def _schema(op: OpOverload) -> Any:
+    return op._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
+
+
+def _size_faults(program: Program) -> Iterator[str]:
+    """Every symbolic size is made of sizes of the inputs, or of one that depends on values."""
+    known: set[Any] = set()
+    read: set[Any] = set()
+    for node in program.graph.nodes:
+        sizes = {s.node.expr: s for s in _symbolic_sizes(node)}
+        if node.op == "placeholder":
+            known.update(*(expression.free_symbols for expression in sizes))
+        for expression, size in sizes.items():
+            if expression in read:
+                continue
+            read.add(expression)
+            unknown = expression.free_symbols - known - free_unbacked_symbols(size)
+            if unknown:
+                names = ", ".join(sorted(map(str, unknown)))
+                yield f"{whereabouts(node)}: its size {expression} has {names}, of no input's size"
+
+
+def _symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:
+    val = node.meta.get("val")
+    if isinstance(val, torch.SymInt):
+        yield val
+    for tensor in results_of(node).values():
+        yield from (size for size in tensor.shape if isinstance(size, torch.SymInt))
+
+
+def _output_faults(program: Program) -> Iterator[str]:
+    outputs = cast("object", program.graph.output_node().args[0])
+    if not isinstance(outputs, list | tuple):
+        yield f"the graph returns {outputs!r}, not a flat tuple"
+        return
+    leaves = cast("list[object]", outputs)
+    if len(leaves) != program.out_spec.num_leaves:
+        yield (
+            f"the graph returns {len(leaves)} values, but the model's output has "
+            f"{program.out_spec.num_leaves} leaves"
+        )
+    for number, carried in program.carried.items():
+        if not 0 <= number < len(leaves):
+            yield f"{carried.path} of the cache is output {number} of {len(leaves)}"
+        elif carried.taken and carried.taken not in program.inputs:
+            yield f"{carried.path} of the cache replaces {carried.taken}, which is not an input"
+
+
+def _guard_faults(program: Program) -> Iterator[str]:
+    """Guards are expressions over the inputs and nothing else."""
+    inputs = {name.partition(".")[0] for name in (*program.inputs, *program.constants)}
+    for expression in dict.fromkeys(guard.expression for guard in program.guards):
+        try:
+            tree = ast.parse(expression, mode="eval")
+        except SyntaxError as error:
+            yield f"guard {expression}: is not an expression: {error.msg}"
+            continue
+        unknown = set(_names(tree)) - _GUARD_NAMES
+        unknown |= {name for name in _subjects(tree) if name not in inputs}
+        if unknown:
+            yield f"guard {expression}: speaks of {', '.join(sorted(unknown))}, not of an input"
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    return (n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
+
+
+def _subjects(tree: ast.AST) -> Iterator[str]:
+    """The inputs that an expression names as `L['name']`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Subscript(value=ast.Name(id="L"), slice=ast.Constant(value=name)):
+                yield str(name)
+            case _:
+                pass

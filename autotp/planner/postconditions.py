@@ -1,0 +1,514 @@
+"""The postconditions of propagate, match and formulate: what the next stage takes for granted.
+
+Each yields reasons, with the node, its module path and its source line, and with both sides of what
+should agree.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import fx
+
+from autotp.algebra.axis import Atom, Dim, Forest
+from autotp.algebra.placement import REPLICATED, Placement
+from autotp.algebra.size import Size
+from autotp.capture.graph_facts import Value, results_of, source_of, whereabouts
+from autotp.capture.sizes import Sizes
+from autotp.oprules.rule import Factor, Operand, Slot
+from autotp.oprules.rulebook import Rulebook
+from autotp.planner.analysis import Analysis, AxisPair, Matching, Use
+from autotp.planner.formulate import PlacementProblem
+from autotp.solver.problem import LEVELS, Edge, Problem, Variable
+
+__all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"]
+
+
+# ── propagate ────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
+    """Each way in which dims, rules and flags of `analysis` contradict its graph or one another."""
+    yield from _forest_faults(analysis)
+    yield from _coverage_faults(analysis, rulebook)
+    yield from _dim_faults(analysis)
+    yield from _flag_faults(analysis)
+    reader = _RuleReader(analysis)
+    for use in analysis.uses.values():
+        yield from (f"{whereabouts(use.node)}: {reason}" for reason in reader.faults(use))
+    yield from _unruled_faults(analysis)
+
+
+def _forest_faults(analysis: Analysis) -> Iterator[str]:
+    """Every atom has the size of what it stands for; rows are grouped by nodes of the graph."""
+    forest = analysis.forest
+    names = {node.name for node in analysis.program.graph.nodes}
+    for atom in (a for a in forest.atoms if a.parent is None):
+        if atom.parts is not None and forest.size(atom.parts) != atom.size:
+            yield (
+                f"axis {atom.name} of size {atom.size} is a product of size "
+                f"{forest.size(atom.parts)}: {forest.text(atom.parts)}"
+            )
+        if atom.segments is not None and _added(forest, atom.segments) not in (None, atom.size):
+            yield (
+                f"axis {atom.name} of size {atom.size} is a sum of size "
+                f"{_added(forest, atom.segments)}"
+            )
+        if atom.groups is not None and atom.groups.bounds not in names:
+            yield f"rows of axis {atom.name} are grouped by {atom.groups.bounds}, which is no node"
+
+
+def _added(forest: Forest, segments: Iterable[Dim]) -> Size | None:
+    """The sum of the sizes of `segments`; None where it is not a static one."""
+    sizes = [forest.size(s).static for s in segments]
+    static = [n for n in sizes if n is not None]
+    return Size(sum(static)) if len(static) == len(sizes) else None
+
+
+def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
+    """Every node that reads a value with dims has a use, but for those that take its sizes only."""
+    order: dict[fx.Node, int] = {}
+    for number, node in enumerate(analysis.program.graph.nodes):
+        order[node] = number
+        row = rulebook.rows.get(str(node.target))
+        if node.op != "call_function" or source_of(node)[0] is not node or node in analysis.uses:
+            continue
+        read = [n for n in node.all_input_nodes if source_of(n) in analysis.dims]
+        free = not read or (row is not None and row.derive == "constant")
+        if not free and str(node.target) != "aten.sym_size.int":
+            yield (
+                f"{whereabouts(node)}: reads {read[0].name}, which depends on a parameter, but was "
+                "not analysed"
+            )
+    places = [order.get(node, -1) for node in analysis.uses]
+    if -1 in places or places != sorted(places):
+        yield "the analysed nodes are not nodes of the graph in its order"
+
+
+def _dim_faults(analysis: Analysis) -> Iterator[str]:
+    """There is one dim for each dim in the graph, and their sizes agree."""
+    forest, sizes = analysis.forest, Sizes()
+    if analysis.dims.keys() != analysis.metas.keys():
+        yield f"{len(analysis.dims)} values have dims, {len(analysis.metas)} have metas"
+    for (node, number), dims in analysis.dims.items():
+        meta = results_of(node).get(number)
+        if meta is None:
+            yield f"{whereabouts(node)}: has no result {number}, but dims for it"
+            continue
+        found, wanted = tuple(forest.size(d) for d in dims), sizes.of(meta)
+        if found != wanted:
+            yield (
+                f"{whereabouts(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
+                f"have sizes {_listed(found)}: {', '.join(forest.text(d) for d in dims)}"
+            )
+
+
+def _flag_faults(analysis: Analysis) -> Iterator[str]:
+    """Weights and differentiable values have dims; gradients are of floating-point values."""
+    for name, node in analysis.parameters.items():
+        if (node, 0) not in analysis.weights or str(node.target) != name:
+            yield f"parameter {name} is read by {whereabouts(node)}, which is not its weight"
+    for kind in ("weights", "differentiable"):
+        flagged: set[Value] = getattr(analysis, kind)
+        for node, number in flagged - analysis.dims.keys():
+            yield f"{whereabouts(node)}: result {number} is among {kind}, but has no dims"
+    for value in analysis.differentiable & analysis.metas.keys():
+        dtype = analysis.metas[value].dtype
+        if not dtype.is_floating_point and not dtype.is_complex:
+            yield f"{whereabouts(value[0])}: takes a gradient, but is of {dtype}"
+
+
+@dataclass(slots=True)
+class _RuleReader:
+    """Rules of nodes compared with their operands and results; each dim is flattened once."""
+
+    analysis: Analysis
+    sizes: Sizes = field(default_factory=Sizes)
+    flat: dict[Dim, Dim] = field(default_factory=dict[Dim, Dim])
+
+    def faults(self, use: Use) -> Iterator[str]:
+        """Each way in which one node's rule contradicts the node."""
+        for k, operand in enumerate(use.operands):
+            yield from (f"operand {k} {reason}" for reason in self._operand(use, operand))
+        yield from self._results(use)
+        count = len(use.operands)
+        for numbers in (*use.rule.linear, use.rule.bias):
+            if any(not 0 <= k < count for k in numbers):
+                yield f"its rule speaks of operands {sorted(numbers)}, but it has {count}"
+        for factor in use.rule.factors:
+            text = f"{factor.kind} factor {self.analysis.forest.text(factor.dim)}"
+            yield from (f"{text}: {reason}" for reason in self._factor(use, factor))
+
+    def _operand(self, use: Use, operand: Operand) -> Iterator[str]:
+        analysis = self.analysis
+        found = _argument(use.node, operand)
+        if not isinstance(found, fx.Node):
+            yield f"is argument {operand.argument} of the node, which is {found!r}, not a tensor"
+            return
+        dims = analysis.dims.get(source_of(found))
+        if dims is not None:
+            if source_of(found) != operand.value or dims != operand.dims:
+                yield f"is {found.name}, but the rule was found for {operand.value[0].name}"
+            return
+        sizes = tuple(analysis.forest.size(d) for d in operand.dims)
+        wanted = self.sizes.of(found.meta["val"])
+        if sizes != wanted:
+            yield f"({found.name}) has sizes {_listed(wanted)}, but its dims have {_listed(sizes)}"
+
+    def _results(self, use: Use) -> Iterator[str]:
+        made, given = results_of(use.node), use.rule.results
+        if len(given) != max(made, default=-1) + 1:
+            yield f"its rule gives {len(given)} results, the node makes {len(made)}"
+            return
+        for number in made:
+            if self.analysis.dims.get((use.node, number)) != given[number]:
+                yield f"result {number} has other dims than its rule gives"
+
+    def _factor(self, use: Use, factor: Factor) -> Iterator[str]:
+        if (factor.kind == "reduce") != bool(factor.join):
+            yield f"is joined by {factor.join!r}"
+        if factor.kind == "reduce" and any(s < 0 for s, _ in factor.slots):
+            yield "is contracted, but is in a result"
+        for slot in factor.slots:
+            dim = _dim_at(use, slot)
+            if dim is None:
+                yield f"is at {_named(slot)}, which does not exist"
+            elif factor.kind != "whole" and not self._agree(factor.dim, dim):
+                forest = self.analysis.forest
+                yield (
+                    f"of size {forest.size(factor.dim)} is at {_named(slot)}, which is "
+                    f"{forest.text(dim)} of size {forest.size(dim)}"
+                )
+
+    def _agree(self, factor: Dim, dim: Dim) -> bool:
+        """Whether a dim is a factor, a piece of it, or a product or sum that contains it."""
+        one, other = self._flat(factor), self._flat(dim)
+        if one == other:
+            return True
+        forest = self.analysis.forest
+        ours, theirs = set(forest.leaves(factor)), set(forest.leaves(dim))
+        return ours <= theirs or theirs <= ours
+
+    def _flat(self, dim: Dim) -> Dim:
+        found = self.flat.get(dim)
+        if found is None:
+            found = self.flat[dim] = self.analysis.forest.flat(dim)
+        return found
+
+
+def _listed(sizes: Iterable[Size]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _argument(node: fx.Node, operand: Operand) -> object:
+    at = operand.argument
+    given = node.kwargs.get(at) if isinstance(at, str) else node.args[at]
+    return given if operand.item < 0 else cast("Sequence[object]", given)[operand.item]
+
+
+def _dim_at(use: Use, slot: Slot) -> Dim | None:
+    """The dim at `slot`; None where the node has no such operand, result or dim."""
+    number, at = slot
+    sides = [o.dims for o in use.operands] if number >= 0 else list(use.rule.results)
+    number = number if number >= 0 else ~number
+    return sides[number][at] if number < len(sides) and 0 <= at < len(sides[number]) else None
+
+
+def _named(slot: Slot) -> str:
+    number, dim = slot
+    return f"dim {dim} of " + (f"operand {number}" if number >= 0 else f"result {~number}")
+
+
+def _unruled_faults(analysis: Analysis) -> Iterator[str]:
+    """A node with results is unruled exactly where it has no rule, found or written."""
+    unruled = set(analysis.unruled)
+    for node, use in analysis.uses.items():
+        if (node in unruled) != (not use.rule.ruled and bool(results_of(node))):
+            yield (
+                f"{whereabouts(node)}: listed as unruled is {node in unruled}, but its rule says "
+                f"ruled={use.rule.ruled}"
+            )
+    for node in unruled - analysis.uses.keys():
+        yield f"{whereabouts(node)}: is listed as unruled, but was not analysed"
+    for node, found in analysis.discovered.items():
+        if found.op != str(node.target) or (found.row is None) != (node in unruled):
+            yield (
+                f"{whereabouts(node)}: running {found.op} found "
+                f"{found.row or f'no rule ({found.reason})'}, but the node is "
+                f"{'unruled' if node in unruled else 'ruled'}"
+            )
+
+
+# ── match ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_matching_faults(analysis: Analysis, matching: Matching) -> Iterator[str]:
+    """Each way in which the pairs and homes of `matching` contradict the rules of `analysis`."""
+    roles = _Roles.of(analysis)
+    owners: dict[Atom, AxisPair] = {}
+    for pair in matching.pairs:
+        yield from (f"{_pair_text(pair)}: {reason}" for reason in roles.pair_faults(pair))
+        for axis in pair.axes:
+            if owners.setdefault(axis, pair) is not pair:
+                yield f"axis {axis.name} is in two pairs: {_pair_text(pair)} and another"
+    yield from _settled_faults(matching)
+    for name, axes in matching.home.items():
+        yield from (f"parameter {name}: {reason}" for reason in roles.home_faults(name, axes))
+    for name, axis in matching.experts.items():
+        if name not in analysis.parameters or (axis,) not in roles.dims_of(name):
+            yield f"parameter {name}: its axis of experts {axis.name} is not one of its dims"
+
+
+def _settled_faults(matching: Matching) -> Iterator[str]:
+    """A parameter has settled in one of the pairs, which it opens or closes, and has homes then."""
+    pairs = set(matching.pairs)
+    for name, pair in matching.pair_of.items():
+        if pair not in pairs:
+            yield f"parameter {name} is in {_pair_text(pair)}, which is none of the pairs"
+        if name not in (*pair.openers, *pair.closers):
+            yield f"parameter {name} neither opens nor closes its pair: {_pair_text(pair)}"
+    if odd := matching.home.keys() ^ matching.pair_of.keys():
+        yield f"parameters with a pair or with home axes, but not both: {', '.join(sorted(odd))}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Roles:
+    """What ops do with the axes of each parameter, read directly or through what is made of it.
+
+    - `produced`: the axes that pass on; `contracted`: those that a product sums over.
+    """
+
+    analysis: Analysis
+    produced: Mapping[str, set[Atom]]
+    contracted: Mapping[str, set[Atom]]
+
+    @staticmethod
+    def of(analysis: Analysis) -> "_Roles":
+        """The roles of every parameter of a program."""
+        names: dict[Value, set[str]] = {(n, 0): {p} for p, n in analysis.parameters.items()}
+        produced: dict[str, set[Atom]] = {name: set() for name in analysis.parameters}
+        contracted: dict[str, set[Atom]] = {name: set() for name in analysis.parameters}
+        for use in analysis.uses.values():
+            read = [names.get(o.value, set[str]()) for o in use.operands]
+            for number in range(len(use.rule.results)):
+                if (use.node, number) in analysis.weights:
+                    names[(use.node, number)] = set[str]().union(*read)
+            for factor in use.rule.factors:
+                found = contracted if factor.kind == "reduce" else produced
+                axes = set(analysis.forest.leaves(factor.dim))
+                for name in {n for s, _ in factor.slots if s >= 0 for n in read[s]}:
+                    found[name] |= axes
+        return _Roles(analysis, produced, contracted)
+
+    def dims_of(self, name: str) -> list[Dim]:
+        """The dims of a parameter."""
+        return [
+            self.analysis.forest.flat(dim)
+            for dim in self.analysis.dims[(self.analysis.parameters[name], 0)]
+        ]
+
+    def pair_faults(self, pair: AxisPair) -> Iterator[str]:
+        """Each way in which a pair is none."""
+        forest = self.analysis.forest
+        for axis in pair.axes:
+            leaf = forest.find(axis) is axis and axis.parts is None and axis.segments is None
+            if not leaf or (axis.size.static or 0) < 2 or axis.data:
+                yield f"{axis.name} of size {axis.size} is not an axis that can be split"
+        if not pair.axes or not pair.openers or not (pair.closers or pair.vocabulary):
+            yield f"has {len(pair.openers)} openers and {len(pair.closers)} closers"
+        for name in (*pair.openers, *pair.closers):
+            if name not in self.analysis.parameters:
+                yield f"{name} is not a parameter of the graph"
+        axes = set(pair.axes)
+        for name in (n for n in pair.openers if n in self.produced):
+            made = self.produced[name] | (self.contracted[name] if pair.vocabulary else set[Atom]())
+            if made.isdisjoint(axes):
+                yield f"no op lets an axis of it pass from its opener {name}"
+        for name in (n for n in pair.closers if n in self.contracted):
+            if self.contracted[name].isdisjoint(axes):
+                yield f"no op contracts an axis of it with its closer {name}"
+
+    def home_faults(self, name: str, axes: Sequence[Atom]) -> Iterator[str]:
+        """Each way in which `axes` are not axes along which a parameter can be split."""
+        if name not in self.analysis.parameters:
+            yield "is not a parameter of the graph"
+            return
+        own = {a for dim in self.dims_of(name) for a in self.analysis.forest.leaves(dim)}
+        strange = [axis.name for axis in axes if axis not in own]
+        if strange:
+            yield f"its home axes {', '.join(strange)} are none of its own"
+
+
+def _pair_text(pair: AxisPair) -> str:
+    axes = ", ".join(f"{a.name} ({a.size})" for a in pair.axes)
+    return (
+        f"pair {pair.role.name} along {axes}: {', '.join(pair.openers)} → {', '.join(pair.closers)}"
+    )
+
+
+# ── formulate ────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
+    """Each way in which the placement problem is malformed, or is not the one of `analysis`."""
+    problem = posed.problem
+    if problem.levels != LEVELS:
+        yield f"the problem has levels {problem.levels}, not {LEVELS}"
+        return
+    shapes = list(_shape_faults(problem))
+    yield from shapes
+    yield from _negative_faults(problem)
+    if shapes:
+        return
+    meanings = list(_meanings(posed))
+    yield from _meaning_faults(analysis, posed, meanings)
+    yield from _domain_faults(analysis, posed)
+    if len(meanings) == len({v for v, _ in meanings}):
+        yield from _replicated_faults(problem, dict(meanings))
+
+
+def _shape_faults(problem: Problem) -> Iterator[str]:
+    count = len(problem.variables)
+    for variable in problem.variables:
+        if not variable.domain:
+            yield f"variable {variable.name} has no choice"
+        if len(set(variable.domain)) != len(variable.domain):
+            yield f"variable {variable.name} has a choice twice: {', '.join(variable.domain)}"
+        yield from _table_faults(variable, variable.costs, (len(variable.domain),))
+    for edge in problem.edges:
+        ends = edge.first, edge.second
+        if edge.first == edge.second or not all(0 <= v < count for v in ends):
+            yield f"an edge joins the variables {ends} of {count}"
+            continue
+        shape = tuple(len(problem.variables[v].domain) for v in ends)
+        yield from _table_faults((problem, edge), edge.costs, shape)
+
+
+def _table_faults(
+    of: Variable | tuple[Problem, Edge], costs: NDArray[np.int64], shape: tuple[int, ...]
+) -> Iterator[str]:
+    wanted = (len(LEVELS), *shape)
+    if costs.shape != wanted or costs.dtype != np.int64:
+        yield f"{_owner(of)}: its costs are {costs.dtype} of {costs.shape}, not int64 of {wanted}"
+
+
+def _owner(of: Variable | tuple[Problem, Edge]) -> str:
+    if isinstance(of, Variable):
+        return f"variable {of.name}"
+    problem, edge = of
+    return f"edge {problem.variables[edge.first].name} – {problem.variables[edge.second].name}"
+
+
+def _negative_faults(problem: Problem) -> Iterator[str]:
+    """No cost is negative; tables are shared, so each is looked at once."""
+    seen: set[int] = set()
+    owners = [*problem.variables, *((problem, edge) for edge in problem.edges)]
+    for owner in owners:
+        costs = owner.costs if isinstance(owner, Variable) else owner[1].costs
+        if id(costs) not in seen and costs.size and costs.min() < 0:
+            level = LEVELS[int(np.argwhere(costs < 0)[0][0])]
+            yield f"{_owner(owner)}: has a negative cost, {costs.min()}, at level {level}"
+        seen.add(id(costs))
+
+
+def _meanings(posed: PlacementProblem) -> Iterator[tuple[int, Sequence[Any]]]:
+    """Each variable that stands for something, with what its choices stand for."""
+    for found in (posed.parameters, posed.uses, posed.delivered, posed.kept):
+        yield from cast("Iterable[tuple[int, Sequence[Any]]]", found.values())
+
+
+def _meaning_faults(
+    analysis: Analysis, posed: PlacementProblem, meanings: Sequence[tuple[int, Sequence[Any]]]
+) -> Iterator[str]:
+    """Everything that was analysed is decided by one variable of its own, choice by choice."""
+    variables = posed.problem.variables
+    for node in analysis.uses.keys() - posed.uses.keys():
+        yield f"{whereabouts(node)}: has no variable for its strategy"
+    for name in analysis.parameters.keys() - posed.parameters.keys():
+        yield f"parameter {name} has no variable for its placement"
+    seen: set[int] = set()
+    for number, domain in meanings:
+        if number in seen:
+            yield f"variable {variables[number].name} decides two things"
+        elif len(domain) != len(variables[number].domain):
+            yield (
+                f"variable {variables[number].name} has {len(variables[number].domain)} choices, "
+                f"for {len(domain)} things to choose from"
+            )
+        seen.add(number)
+    for number, variable in enumerate(variables):
+        if number not in seen and len(variable.domain) != 1:
+            yield f"variable {variable.name} decides nothing by its {len(variable.domain)} choices"
+
+
+def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
+    """Placements are of dims that exist, and of axes that they have."""
+    for node, (_, strategies) in posed.uses.items():
+        use = analysis.uses.get(node)
+        if use is None:
+            yield f"{whereabouts(node)}: has a variable, but was not analysed"
+            continue
+        ranks = [len(o.dims) for o in use.operands], [len(dims) for dims in use.rule.results]
+        for strategy in strategies:
+            given = strategy.operands, strategy.results
+            if any(not _fit(p, r) for p, r in zip(given, ranks, strict=True)):
+                yield (
+                    f"{whereabouts(node)}: strategy {strategy.label} places "
+                    f"{', '.join(map(str, (*strategy.operands, *strategy.results)))}, but operands "
+                    f"and results have {ranks} dims"
+                )
+    for name, (_, domain) in posed.parameters.items():
+        dims = analysis.dims[(analysis.parameters[name], 0)]
+        for placement in domain:
+            if not _fit([placement], [len(dims)]) or (
+                placement.is_split
+                and analysis.forest.split(dims[placement.dim], placement.partition) is None
+            ):
+                yield (
+                    f"parameter {name} may be placed {placement}, but its dims are "
+                    f"{', '.join(analysis.forest.text(d) for d in dims)}"
+                )
+
+
+def _fit(placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
+    """Whether there is one placement for each value, of a dim that it has."""
+    return len(placements) == len(ranks) and all(
+        p.dim < rank and (p.dim >= 0) == (p.is_split or p.is_grouped)
+        for p, rank in zip(placements, ranks, strict=True)
+    )
+
+
+def _replicated_faults(problem: Problem, meanings: Mapping[int, Sequence[Any]]) -> Iterator[str]:
+    """All replicated is legal, unless what was requested, or a cache, excludes it."""
+    choice = [_replicated(meanings.get(v)) for v in range(len(problem.variables))]
+    if None in choice:
+        return
+    chosen = cast("list[int]", choice)
+    for number, variable in enumerate(problem.variables):
+        if variable.costs[0, chosen[number]]:
+            yield f"{_owner(variable)} must not be {variable.domain[chosen[number]]}"
+    for edge in problem.edges:
+        if edge.costs[0, chosen[edge.first], chosen[edge.second]]:
+            one, other = problem.variables[edge.first], problem.variables[edge.second]
+            yield (
+                f"{_owner((problem, edge))}: {one.domain[chosen[edge.first]]} is forbidden with "
+                f"{other.domain[chosen[edge.second]]}, so the unsharded model is not a solution"
+            )
+
+
+def _replicated(domain: Sequence[Any] | None) -> int | None:
+    """The choice by which everything is replicated; None where there is none."""
+    if domain is None:
+        return 0
+    return next((k for k, chosen in enumerate(domain) if _is_replicated(chosen)), None)
+
+
+def _is_replicated(chosen: Any) -> bool:
+    """Whether a placement, a set of them or a strategy has nothing but R."""
+    if isinstance(chosen, Placement):
+        return chosen == REPLICATED
+    if isinstance(chosen, tuple):
+        return chosen == (REPLICATED,)
+    return all(p == REPLICATED for p in (*chosen.operands, *chosen.results))
