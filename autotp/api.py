@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp.runtime.ops.library as _ops
-from autotp.capture.source_model import check_values, device_of
+from autotp.capture.source_model import check_values, find_device
 from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import PlanError
 from autotp.model_source import load_model
@@ -34,12 +34,12 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.replication import describe_excess_replication
 from autotp.records.trace import Trace
-from autotp.report.graph_json import graph_json
-from autotp.runtime.group.agreement import agree, agree_weights
+from autotp.report.graph_json import graph_to_json
+from autotp.runtime.group.agreement import require_agreement, require_equal_weights
 from autotp.runtime.group.debug_compare import Comparison
-from autotp.runtime.group.exchange import as_one
-from autotp.runtime.group.failures import waiting
-from autotp.runtime.group.process_group import Group, exists, meet, resolve
+from autotp.runtime.group.exchange import fail_together
+from autotp.runtime.group.failures import note_wait
+from autotp.runtime.group.process_group import Group, group_exists, make_subgroups, resolve_group
 from autotp.runtime.model import ShardedModel
 from autotp.solver.iopddl import solution_to_json, to_iopddl
 from autotp.verification import compare_ranks
@@ -135,10 +135,10 @@ def parallelize(
     """
     check_module(model, "parallelize")
     check_rank(rank)
-    own = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
+    own = resolve_group(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
     compiler, compiled = compile_on_all_ranks(own, model, debug=debug, **options)
     tensors = (*compiler.whole.parameters.items(), *compiler.whole.buffers.items())
-    agree_weights(own, tensors, "the unsharded weights")
+    require_equal_weights(own, tensors, "the unsharded weights")
     return attach_group_monitor(compiler.build(compiled, own), debug=debug)
 
 
@@ -148,7 +148,7 @@ def attach_group_monitor(model: ShardedModel, *, debug: bool) -> ShardedModel:
         raise PlanError(f"debug={debug!r}: must be True or False.")
     state = model.sharded_state
     state.watched = True
-    state.compare = Comparison(state.group) if debug and exists(state.group.name) else None
+    state.compare = Comparison(state.group) if debug and group_exists(state.group.name) else None
     return model
 
 
@@ -159,15 +159,15 @@ def compile_on_all_ranks(
 
     `debug`: check what each stage makes.
     """
-    with as_one(group, "planning"):  # a rank that fails would leave the others waiting
+    with fail_together(group, "planning"):  # a rank that fails would leave the others waiting
         request = replace(_read_verified(**options), check_stages=debug)
         compiler = ModelCompiler.of(model, request)
         compiled = compiler.compile(group.size, group.name)
-    agree(group, compiled.plan.hash, "the plan")
-    with waiting(group.name, "making sub-groups for gradients"):
-        meet(group, compiled.plan)
+    require_agreement(group, compiled.plan.hash, "the plan")
+    with note_wait(group.name, "making sub-groups for gradients"):
+        make_subgroups(group, compiled.plan)
     excess = describe_excess_replication(compiled.plan.parameters, group.size)
-    if excess and (group.rank == 0 or not exists(group.name)):
+    if excess and (group.rank == 0 or not group_exists(group.name)):
         warnings.warn(f"{compiler.whole.name}: {excess}", stacklevel=3)
     return compiler, compiled
 
@@ -214,7 +214,7 @@ def verify(
     compiled = compiler.compile(tp, "tp")
     for name, tensor in compiler.whole.parameters.items():
         check_values(name, tensor, torch.device("cpu"))
-    ranks = [compiler.build(compiled, Group("tp", tp, r, device_of(model))) for r in range(tp)]
+    ranks = [compiler.build(compiled, Group("tp", tp, r, find_device(model))) for r in range(tp)]
     found = [
         compare_ranks(
             model,
@@ -239,7 +239,7 @@ def dry_run(
     model: nn.Module, tp: int, *, rank: int = 0, **options: Unpack[Keywords]
 ) -> dict[str, str | bytes]:
     """Give the files of a dry run by name: plan, rewritten graph, problem and solution."""
-    group = resolve(tp, rank=rank)
+    group = resolve_group(tp, rank=rank)
     compiler = ModelCompiler.of(model, _read_verified(**options))
     compiled = compiler.compile(tp, group.name)
     sharded = compiler.build(compiled, group, torch.device(compiler.request.machine.device))
@@ -248,7 +248,7 @@ def dry_run(
     return {
         "plan.json": compiled.plan.to_json(),
         "graph.py": ShardedModel.code(sharded),
-        "graph.json": json.dumps(graph_json(rewritten.graph, rewritten.values), indent=1) + "\n",
+        "graph.json": json.dumps(graph_to_json(rewritten.graph, rewritten.values), indent=1) + "\n",
         "problem.json.gz": gzip.compress(json.dumps(problem).encode(), mtime=0),
         "solution.json": json.dumps(solution_to_json(compiled.problem, compiled.solution)) + "\n",
     }

@@ -15,25 +15,31 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autotp.capture.cache import stated, widened
+from autotp.capture.cache import flatten_caches, widen_caches
 from autotp.capture.capture import capture
 from autotp.capture.clean import retarget
-from autotp.capture.generation_calls import Calls
-from autotp.capture.heap import give_back
-from autotp.capture.inputs import example_inputs, made_up
+from autotp.capture.generation_calls import GenerationCalls
+from autotp.capture.heap import release_memory
+from autotp.capture.inputs import choose_inputs, make_example_inputs
 from autotp.capture.postconditions import find_program_faults
-from autotp.capture.program import Program, tensor_leaves
-from autotp.capture.sizes import Pricing, data_sizes
-from autotp.capture.source_model import device_of, is_meta, skeleton, valueless, whole_of
+from autotp.capture.program import Program, list_tensor_leaves
+from autotp.capture.sizes import Pricing, read_data_sizes
+from autotp.capture.source_model import (
+    copy_without_memory,
+    copy_without_values,
+    find_device,
+    is_meta,
+    read_source_model,
+)
 from autotp.checkpoint.gather import GroupStore
 from autotp.checkpoint.quantized import refuse_quantised_model
 from autotp.dtypes import check_sums
 from autotp.errors import PlanError
-from autotp.lower.check import check
-from autotp.lower.node_meta import Kept
+from autotp.lower.check import check_types
+from autotp.lower.node_meta import MetaPool
 from autotp.lower.outline import outline
 from autotp.lower.rewrite import Rewritten, Target, rewrite
-from autotp.lower.shared_heads import with_shared_heads
+from autotp.lower.shared_heads import share_heads
 from autotp.lower.unmask import unmasked
 from autotp.options import Request
 from autotp.planner.analysis import Decision
@@ -58,12 +64,12 @@ from autotp.planner.summary.summarise import summarise
 from autotp.planner.terms import Constraint, Terms
 from autotp.records.plan import CacheRecord, Plan
 from autotp.records.replication import describe_excess_replication
-from autotp.runtime.group.process_group import Group, exists, is_real
+from autotp.runtime.group.process_group import Group, group_exists, is_real
 from autotp.runtime.layered_graph import ConditionalGraph, LayeredGraph
 from autotp.runtime.model import ShardedModel, add_variant
 from autotp.runtime.module_tree import build_tree, refuse_sharded
-from autotp.runtime.shards import cut
-from autotp.runtime.variant import Signature, key_of, mode_of
+from autotp.runtime.shards import slice_parameters
+from autotp.runtime.variant import Signature, describe_mode, find_key
 from autotp.solver.joint import split_solution
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
@@ -100,7 +106,7 @@ class CompiledVariant:
         if key not in self._layered:
             graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
             retarget(graph, device)
-            kept = Kept()
+            kept = MetaPool()
             masked, *others = unmasked(graph, self.program.inputs, self.program.lifted)
             shorter = [
                 ConditionalGraph(u.conditions, self._outline(u.graph, device, kept))
@@ -110,8 +116,8 @@ class CompiledVariant:
             self._layered[key] = replace(full, shorter=tuple(shorter))
         return self._layered[key]
 
-    def _outline(self, graph: fx.Graph, device: torch.device, kept: Kept) -> LayeredGraph:
-        return outline(graph if self.plan.training else with_shared_heads(graph, device), kept)
+    def _outline(self, graph: fx.Graph, device: torch.device, kept: MetaPool) -> LayeredGraph:
+        return outline(graph if self.plan.training else share_heads(graph, device), kept)
 
 
 class ModelCompiler:
@@ -137,15 +143,15 @@ class ModelCompiler:
         self.training = model.training if request.training is None else request.training
         self.later: tuple[ModelCompiler, ...] = ()
         self.longest: Pricing | None = None
-        self.whole = whole_of(model)
+        self.whole = read_source_model(model)
         check_sums(self.whole.parameters, request.reduce_dtype)
         given = inputs if inputs is not None else request.example_inputs
         if given is None:
-            given, self.program = made_up(model, self.training, self._capture)
+            given, self.program = choose_inputs(model, self.training, self._capture)
         else:
             self.program = self._capture(given)
         self._check_stage("capture", find_program_faults(self.program, self._tensors()))
-        self.inputs = Signature.of(model).spelled(stated(given))
+        self.inputs = Signature.of(model).spelled(flatten_caches(given))
         self.analysis = propagate(
             self.program,
             list(self.whole.parameters),
@@ -156,7 +162,7 @@ class ModelCompiler:
         self._check_stage("propagate", find_analysis_faults(self.analysis, request.rules))
         self.matching = match(self.analysis, request.rules)
         self._check_stage("match", find_matching_faults(self.analysis, self.matching))
-        self.pricing = Pricing(self.program, tensor_leaves(self.inputs), request.reduce_dtype)
+        self.pricing = Pricing(self.program, list_tensor_leaves(self.inputs), request.reduce_dtype)
 
     @staticmethod
     def of(model: nn.Module, request: Request) -> "ModelCompiler":
@@ -216,7 +222,7 @@ class ModelCompiler:
         def rewrite_for(rank: int) -> Rewritten:
             target = Target(tp, group, self.training, self.request.reduce_dtype, rank)
             rewritten = rewrite(self.analysis, decision, target)
-            check(
+            check_types(
                 rewritten.graph,
                 rewritten.values,
                 rewritten.collectives,
@@ -231,7 +237,7 @@ class ModelCompiler:
         findings = Findings(
             self.analysis, self.matching, decision, solution, rewritten.collectives, posed.ways
         )
-        sizes = data_sizes(self.program, tensor_leaves(self.inputs))
+        sizes = read_data_sizes(self.program, list_tensor_leaves(self.inputs))
         call = Call(tp, self.training, self.key(), sizes, self.request, self.longest, prefill)
         plan = summarise(self.whole, findings, self.pricing, call)
         return CompiledVariant(
@@ -254,14 +260,14 @@ class ModelCompiler:
         device = torch.device("meta") if imagined else group.device
         tree = build_tree(
             self.model,
-            shards or dict(cut(self.whole.parameters, compiled.plan, group, device)),
+            shards or dict(slice_parameters(self.whole.parameters, compiled.plan, group, device)),
             plan=compiled.plan,
             group=group,
             device=device,
-            source=skeleton(self.model),
+            source=copy_without_memory(self.model),
             capture_variant=partial(_capture_variant, self.request),
             store=GroupStore(group),
-            imagined=group.size > 1 and not exists(group.name),
+            imagined=group.size > 1 and not group_exists(group.name),
             baked=self.program.baked,
         )
         variants = (compiled, *compiled.later)
@@ -273,7 +279,7 @@ class ModelCompiler:
     def key(self) -> str:
         """Give the key of the variant that answers these inputs."""
         inputs = Signature.of(self.model).bind((), self.inputs)
-        return key_of(type(self.model).__name__, inputs, mode_of(self.model))
+        return find_key(type(self.model).__name__, inputs, describe_mode(self.model))
 
     def _capture(self, given: Mapping[str, Any]) -> Program:
         """Capture the model's graph; of a model on meta the one that it has on the CPU.
@@ -281,10 +287,10 @@ class ModelCompiler:
         Its weights will be read onto a real device, and code that asks for the device may take
         another branch on meta.
         """
-        inputs = Signature.of(self.model).spelled(stated(given))
+        inputs = Signature.of(self.model).spelled(flatten_caches(given))
         if is_meta(self.model):
-            bare, cpu = skeleton(self.model), torch.device("cpu")
-            return capture(bare, valueless(inputs, cpu), gradients=self.training)
+            bare, cpu = copy_without_memory(self.model), torch.device("cpu")
+            return capture(bare, copy_without_values(inputs, cpu), gradients=self.training)
         return capture(self.model, inputs, gradients=self.training)
 
     def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
@@ -309,9 +315,9 @@ def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:
     """Give the compiler of a prefill, with that of a decode step, priced at the middle token."""
     tokens, given = request.new_tokens, request.example_inputs
     if given is None:
-        given = example_inputs(model, training=False, room=tokens)
+        given = make_example_inputs(model, training=False, room=tokens)
         given.pop("attention_mask", None)  # all ones: `generate` leaves it out
-    calls, alone = Calls.of(model, given), replace(request, new_tokens=0, training=False)
+    calls, alone = GenerationCalls.of(model, given), replace(request, new_tokens=0, training=False)
     prefill = ModelCompiler(model, alone, calls.first())
     dynamic = prefill.program.dynamic
 
@@ -320,7 +326,7 @@ def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:
         return longer.next(prefill.program, longer.first())
 
     decode = ModelCompiler(model, alone, step(tokens // 2), calls=tokens)
-    decode.longest = Pricing(decode.program, tensor_leaves(stated(step(tokens - 1))))
+    decode.longest = Pricing(decode.program, list_tensor_leaves(flatten_caches(step(tokens - 1))))
     prefill.later = (decode,)
     return prefill
 
@@ -331,7 +337,7 @@ def _capture_variant(request: Request, sharded: ShardedModel, inputs: Mapping[st
     modes = {path: module.training for path, module in sharded.named_modules()}
     for path, module in state.source.named_modules():
         module.training = modes.get(path, sharded.training)
-    given = valueless(widened(inputs, state.caches), device_of(state.source))
+    given = copy_without_values(widen_caches(inputs, state.caches), find_device(state.source))
     request = replace(
         request, plan=state.plan, training=state.plan.training, overrides={}, new_tokens=0
     )
@@ -344,4 +350,4 @@ def _capture_variant(request: Request, sharded: ShardedModel, inputs: Mapping[st
     layers = compiled.layer_graph(state.device, state.group.rank)
     add_variant(sharded, compiler.key(), compiler.program, layers, compiled.plan)
     del compiler, compiled, layers
-    give_back()
+    release_memory()

@@ -8,7 +8,7 @@ import torch
 
 from autotp.errors import PlanError
 
-__all__ = ["check_sums", "dtype_name", "sum_dtype"]
+__all__ = ["check_sums", "dtype_name", "choose_sum_dtype"]
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
@@ -16,7 +16,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def choose_sum_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     """Give the dtype in which values of dtype `own` are summed over ranks.
 
     - `wanted`: the requested dtype of sums; None: that of the values.
@@ -36,7 +36,7 @@ def check_sums(parameters: Mapping[str, torch.Tensor], wanted: torch.dtype | Non
     if wanted is None:
         return
     for name, tensor in parameters.items():
-        if tensor.is_floating_point() and sum_dtype(tensor.dtype, wanted) != wanted:
+        if tensor.is_floating_point() and choose_sum_dtype(tensor.dtype, wanted) != wanted:
             wide = torch.promote_types(tensor.dtype, torch.float32)
             raise PlanError(
                 f"option reduce_dtype: {dtype_name(wanted)} cannot represent all values of "

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.api import attach_group_monitor, compile_on_all_ranks
-from autotp.capture.heap import give_back
+from autotp.capture.heap import release_memory
 from autotp.checkpoint.directory import Checkpoint, read_json
 from autotp.checkpoint.empty_model import build_empty_model, fill_buffers
 from autotp.checkpoint.load_map import map_checkpoint, mark_used_conversions
@@ -36,9 +36,9 @@ from autotp.errors import PlanError, WeightsError
 from autotp.model_source import read_config_fields
 from autotp.options import Keywords, check_rank, read_request
 from autotp.records.plan import Plan
-from autotp.runtime.group.agreement import agree_weights
-from autotp.runtime.group.exchange import as_one, texts
-from autotp.runtime.group.process_group import Group, resolve
+from autotp.runtime.group.agreement import require_equal_weights
+from autotp.runtime.group.exchange import fail_together, gather_texts
+from autotp.runtime.group.process_group import Group, resolve_group
 from autotp.runtime.model import ShardedModel
 
 __all__ = ["from_pretrained", "open_checkpoint", "prepare_tensors", "find_stored_dtype"]
@@ -124,8 +124,8 @@ def from_pretrained(
     or NaN.
     """
     check_rank(rank)
-    here = resolve(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
-    with as_one(here, "checking the options"):
+    here = resolve_group(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
+    with fail_together(here, "checking the options"):
         _check_keywords(options)
         where = here if device is None else _place_on(here, device)
     path = Path(directory)
@@ -140,20 +140,22 @@ def from_pretrained(
         return attach_group_monitor(
             _load_sharded(path, where, dtype, ways, debug, options), debug=debug
         )
-    with as_one(where, "opening the checkpoint"):
+    with fail_together(where, "opening the checkpoint"):
         checkpoint, quantiser = open_checkpoint(path, dequantize=dequantize)
     with checkpoint:
-        with as_one(where, "building the model"):
+        with fail_together(where, "building the model"):
             model = build_empty_model(
                 path, dtype=dtype, otherwise=find_stored_dtype(checkpoint), **ways
             )
             tensors = prepare_tensors(
                 model, checkpoint, allow_extra=allow_extra, quantiser=quantiser
             )
-        agree_weights(where, sample_tensors(checkpoint.tensors), "samples of the checkpoint")
+        require_equal_weights(
+            where, sample_tensors(checkpoint.tensors), "samples of the checkpoint"
+        )
         sharded = _build_empty(where, model, debug, **options)
-        give_back()
-        with as_one(where, "reading weights"):
+        release_memory()
+        with fail_together(where, "reading weights"):
             read_shards(sharded, tensors, where)
     _check_replicated(sharded, where)
     return attach_group_monitor(sharded, debug=debug)
@@ -161,7 +163,9 @@ def from_pretrained(
 
 def _check_same_kind(path: Path, where: Group) -> None:
     """Raise WeightsError on every rank if some have a sharded checkpoint and others a plain one."""
-    kinds = texts(where, "sharded" if is_sharded(path) else "plain", "opening the checkpoint")
+    kinds = gather_texts(
+        where, "sharded" if is_sharded(path) else "plain", "opening the checkpoint"
+    )
     if len(set(kinds)) > 1:
         sharded = [rank for rank, kind in enumerate(kinds) if kind == "sharded"]
         raise WeightsError(
@@ -177,7 +181,7 @@ def _check_replicated(model: ShardedModel, where: Group) -> None:
     sharded = {name for name, record in records.items() if record.dim is not None}
     tensors = (*model.named_parameters(), *model.named_buffers())
     replicated = ((name, tensor) for name, tensor in tensors if name not in sharded)
-    agree_weights(where, replicated, "the replicated weights")
+    require_equal_weights(where, replicated, "the replicated weights")
 
 
 def _load_sharded(
@@ -189,19 +193,19 @@ def _load_sharded(
     options: Keywords,
 ) -> ShardedModel:
     """Build one rank's model from the file that `autotp shard` wrote for it."""
-    with as_one(where, "opening the checkpoint"):
+    with fail_together(where, "opening the checkpoint"):
         checkpoint, manifest = open_rank_file(path, where.size, where.rank), Manifest.read(path)
         _check_sharded_options(path, options, dtype, manifest)
         options["plan"] = Plan.from_json(path / PLAN)
     with checkpoint:
-        with as_one(where, "building the model"):
+        with fail_together(where, "building the model"):
             model = build_empty_model(path, dtype=manifest.torch_dtype, **ways)
             untie_parameters(model, list(manifest.untied))
             mark_used_conversions(model, manifest.keys)
             fill_buffers(model, read_buffers(model, checkpoint.tensors))
         sharded = _build_empty(where, model, debug, **options)
-        give_back()
-        with as_one(where, "reading weights"):
+        release_memory()
+        with fail_together(where, "reading weights"):
             check_shards(sharded.sharded_state.plan, checkpoint, where.rank)
             read_shards(sharded, checkpoint.tensors, where, local=True)
     _check_replicated(sharded, where)

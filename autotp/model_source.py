@@ -76,7 +76,7 @@ def load_with_inputs(
         return _build_from_config(_read_config(_find_preset(spec)), spec, device), None
     if hasattr(spec, "to_dict"):
         return _build_from_config(spec, type(spec).__name__, device), None
-    raise PlanError(f"model: a {type(spec).__name__} is not a model. Give a module, {_SPECS}.")
+    raise PlanError(f"model: is of type {type(spec).__name__}. Give a module, {_SPECS}.")
 
 
 def _find_preset(name: str) -> Path:
@@ -176,7 +176,7 @@ def _build_from_factory(spec: str) -> tuple[nn.Module, Mapping[str, Any] | None]
     model, inputs = cast("Any", values)
     if not isinstance(model, nn.Module):
         raise PlanError(
-            f"model {spec!r}: the factory returned a {type(model).__name__}. {_FACTORY_RESULT}"
+            f"model {spec!r}: the factory returned {type(model).__name__}. {_FACTORY_RESULT}"
         )
     return model, inputs
 

@@ -151,7 +151,7 @@ def _read_machine(given: object) -> Machine:
     if isinstance(given, Machine):
         return given
     name = _expect("machine", str | Path, "Give a name such as 'h100'.")(given)
-    return load_machine(name, rulebook.root())
+    return load_machine(name, rulebook.find_rules_root())
 
 
 def _read_plan(given: object) -> Plan | None:
@@ -208,7 +208,11 @@ def _read_rules(given: object) -> Rulebook:
             f"option rules: is of type {type(given).__name__}. Give the path of a TOML file of "
             "rules, or a list of such paths."
         )
-    return rulebook.load(*(Path(path) for path in cast("Sequence[str | Path]", paths)))
+    files = [Path(path) for path in cast("Sequence[str | Path]", paths)]
+    for file in files:
+        if file.is_dir():
+            raise PlanError(f"option rules: {file} is a directory. Give TOML files of rules.")
+    return rulebook.load_rulebook(*files)
 
 
 _READERS: Mapping[str, tuple[Any, Callable[[object], Any]]] = {

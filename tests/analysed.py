@@ -7,7 +7,7 @@ from torch import nn
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.capture.capture import capture
-from autotp.oprules.rulebook import load
+from autotp.oprules.rulebook import load_rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching
 from autotp.planner.match import match
 from autotp.planner.propagate import propagate
@@ -50,8 +50,8 @@ class Analysed:
 def analysed(model: nn.Module, inputs: dict[str, Any]) -> Analysed:
     """The analysis of one model."""
     program = capture(model, inputs)
-    found = propagate(program, [name for name, _ in model.named_parameters()], load())
-    return Analysed(found, match(found, load()))
+    found = propagate(program, [name for name, _ in model.named_parameters()], load_rulebook())
+    return Analysed(found, match(found, load_rulebook()))
 
 
 _KNOWN: dict[str, Analysed] = {}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.capture.program import tensor_leaves
+from autotp.capture.program import list_tensor_leaves
 from autotp.capture.sizes import Pricing
 from autotp.compiler import Made, Work
 from autotp.errors import AutotpError
@@ -71,7 +71,7 @@ def compare(model_type: str, task: str, *, training: bool, tp: int = 2) -> Compa
     if not by_bytes:
         return Compared()
     for work in (wide, narrow):
-        work.pricing = Elements(work.program, tensor_leaves(work.inputs))
+        work.pricing = Elements(work.program, list_tensor_leaves(work.inputs))
     return Compared(by_bytes, _differences(wide, narrow, tp))
 
 

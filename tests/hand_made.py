@@ -22,7 +22,7 @@ from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel, add_variant
 from autotp.runtime.module_tree import build_tree
-from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.blocks import slice_block
 from tests.plans import collective, decoder_plan, parameter
 
 ATEN, OURS = torch.ops.aten, torch.ops.autotp
@@ -196,7 +196,7 @@ def _rank(
 def _shard(record: ParameterRecord, whole: Tensor, rank: int) -> Tensor:
     if record.dim is None:
         return whole.clone()
-    return take(whole, record.dim, Split.decode(record.split), rank, TP).clone()
+    return slice_block(whole, record.dim, Split.decode(record.split), rank, TP).clone()
 
 
 def _program() -> Program:

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from autotp.capture.program import Program, named_leaves
+from autotp.capture.program import Program, name_leaves
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, FFN, WORDS, POSITIONS = 64, 2, 8, 4, 128, 512, 128
 BATCH, SEQUENCE, DECODER_SEQUENCE = 2, 12, 8
@@ -103,7 +103,7 @@ def run_program(model: nn.Module, program: Program, inputs: Mapping[str, Any]) -
         if node.op == "get_attr":
             lifted = program.lifted.get(node.target)
             _put(root, node.target, _attribute(model, node.target) if lifted is None else lifted)
-    leaves = named_leaves(inputs)
+    leaves = name_leaves(inputs)
     outputs = fx.GraphModule(root, program.graph)(*(leaves[name] for name in program.inputs))
     return pytree.tree_unflatten(outputs, program.out_spec)
 

@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autotp.algebra.split import block
-from autotp.cost.collectives import dtype_bytes, memory_bytes, time_ps, wire_bytes
+from autotp.cost.collectives import (
+    count_dtype_bytes,
+    count_wire_bytes,
+    estimate_memory_bytes,
+    estimate_time_ps,
+)
 from autotp.cost.machine import load_machine
-from autotp.oprules.rulebook import root
+from autotp.oprules.rulebook import find_rules_root
 from autotp.records.plan import (
     CollectiveRecord,
     Pair,
@@ -33,7 +38,7 @@ def parameter(
 ) -> ParameterRecord:
     """A record cut in equal blocks of `dim`, or whole without one."""
     whole = tuple(shape)
-    total = dtype_bytes(DTYPE)
+    total = count_dtype_bytes(DTYPE)
     for length in whole:
         total *= length
     if dim is None:
@@ -113,15 +118,15 @@ def collective(
     kind: str, phase: str, where: str, payload: int, tp: int, axis: str = ""
 ) -> CollectiveRecord:
     """A record priced on the h100 machine."""
-    machine = load_machine("h100", root())
-    sent, time = wire_bytes(kind, payload, tp), time_ps(kind, payload, tp, machine)
+    machine = load_machine("h100", find_rules_root())
+    sent, time = count_wire_bytes(kind, payload, tp), estimate_time_ps(kind, payload, tp, machine)
     return CollectiveRecord(kind, phase, where, payload, sent, time, "tp", axis)
 
 
 def layer_collectives(layer: int, tp: int, training: bool) -> list[CollectiveRecord]:
     """Two all-reduces forward, two backward."""
     at = f"model.layers.{layer}"
-    payload = BATCH * SEQUENCE * HIDDEN * dtype_bytes(DTYPE)
+    payload = BATCH * SEQUENCE * HIDDEN * count_dtype_bytes(DTYPE)
     forward = [
         collective("all_reduce", "forward", f"{at}.self_attn.o_proj", payload, tp),
         collective("all_reduce", "forward", f"{at}.mlp.down_proj", payload, tp),
@@ -157,7 +162,7 @@ def decoder_plan(layers: int = 32, tp: int = 8, training: bool = True) -> Plan:
         "lm_head",
         True,
     )
-    payload = BATCH * SEQUENCE * HIDDEN * dtype_bytes(DTYPE)
+    payload = BATCH * SEQUENCE * HIDDEN * count_dtype_bytes(DTYPE)
     collectives = [
         collective("all_gather", "forward", "model.embed_tokens", payload, tp),
         *(c for k in range(layers) for c in layer_collectives(k, tp, training)),
@@ -193,5 +198,5 @@ def decoder_plan(layers: int = 32, tp: int = 8, training: bool = True) -> Plan:
 
 def _memory(plan: Plan) -> dict[str, int]:
     held = sum(record.shards[0].bytes for record in plan.parameters.values())
-    memory = memory_bytes({DTYPE: held}, training=plan.training)
+    memory = estimate_memory_bytes({DTYPE: held}, training=plan.training)
     return {**memory, "buffers": 512, "total": sum(memory.values()) + 512}

@@ -8,11 +8,11 @@ from torch import fx
 from autotp.capture.graph_facts import (
     TORCH,
     SourceLine,
-    argument,
-    module_path,
-    module_paths,
-    op_name,
-    source_line,
+    find_module_path,
+    find_source_line,
+    list_module_paths,
+    name_op,
+    read_argument,
 )
 from autotp.dtypes import dtype_name
 
@@ -38,38 +38,38 @@ def test_a_node_is_from_the_innermost_module_of_its_stack_whichever_call_of_it()
     }
     made = node(nn_module_stack=stack)
 
-    assert ["", "block", "block.norm"] == module_paths(made)
-    assert "block.norm" == module_path(made)
+    assert ["", "block", "block.norm"] == list_module_paths(made)
+    assert "block.norm" == find_module_path(made)
 
 
 def test_nothing_is_known_of_the_modules_of_a_node_without_a_stack() -> None:
     hooked = node(nn_module_stack={"_empty_nn_module_stack_from_metadata_hook": ("", "")})
 
-    assert ([], "") == (module_paths(node()), module_path(node()))
-    assert [] == module_paths(hooked)
+    assert ([], "") == (list_module_paths(node()), find_module_path(node()))
+    assert [] == list_module_paths(hooked)
 
 
 def test_a_source_line_is_the_models_own_before_a_librarys() -> None:
     line = SourceLine("/models/mlp.py", 9, "return self.down(x)")
 
-    assert line == source_line(node(stack_trace=OWN + GENERATED + LIBRARY))
+    assert line == find_source_line(node(stack_trace=OWN + GENERATED + LIBRARY))
     assert "mlp.py:9: `return self.down(x)`" == str(line)
     assert "mlp.py:9" == line.place
 
 
 def test_a_source_line_is_a_librarys_where_there_is_no_other_and_may_lack_its_code() -> None:
     bare = '  File "/models/mlp.py", line 9, in forward\n'
-    found = source_line(node(stack_trace=LIBRARY))
+    found = find_source_line(node(stack_trace=LIBRARY))
 
     assert found is not None
     assert "linear.py:125" == found.place
-    assert "mlp.py:9" == str(source_line(node(stack_trace=bare)))
-    assert source_line(node()) is None
+    assert "mlp.py:9" == str(find_source_line(node(stack_trace=bare)))
+    assert find_source_line(node()) is None
 
 
 def test_an_op_has_a_name_without_its_overload_and_a_function_has_none() -> None:
-    assert "aten::relu" == op_name(node().target)
-    assert "" == op_name(len)
+    assert "aten::relu" == name_op(node().target)
+    assert "" == name_op(len)
 
 
 def test_a_dtype_is_named_without_torch() -> None:
@@ -85,6 +85,6 @@ def test_an_argument_is_found_by_its_name_wherever_it_is_given() -> None:
     made = graph.call_function(torch.ops.aten.slice.Tensor, (x, 1), {"end": 4})
 
     assert [x, 1, None, 4, 1] == [
-        argument(made, n) for n in ("self", "dim", "start", "end", "step")
+        read_argument(made, n) for n in ("self", "dim", "start", "end", "step")
     ]
-    assert argument(made, "axis") is None
+    assert read_argument(made, "axis") is None

@@ -36,7 +36,10 @@ def refusal(act: Callable[[], object], kind: type[AutotpError] = PlanError) -> s
         ({"reduce_dtype": "int8"}, "reduce_dtype: 'int8' cannot be summed in"),
         ({"reduce_dtype": torch.int32}, "reduce_dtype: torch.int32 cannot be summed in"),
         ({"reduce_dtype": "float8_e4m3fn"}, "reduce_dtype: 'float8_e4m3fn' cannot be summed in"),
-        ({"reduce_dtype": "bfloat16"}, "bfloat16 does not hold all values of float32, which up.w"),
+        (
+            {"reduce_dtype": "bfloat16"},
+            "bfloat16 cannot represent all values of float32, the dtype of up.w",
+        ),
         ({"machine": 5}, "machine: is of type int"),
         ({"optimizer": 5}, "optimizer: is of type int"),
         ({"training": "yes"}, "training: is of type str"),

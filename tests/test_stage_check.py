@@ -2,14 +2,15 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from autotp import compiler
-from autotp.compiler import Work
+from autotp.compiler import ModelCompiler
 from autotp.errors import AutotpError, CaptureError, PlanError, RuleError
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.stage_check import SWITCH, Stage, check_stage, is_switched_on
 from tests.models import build
 
@@ -21,7 +22,7 @@ STAGES: list[tuple[Stage, type[AutotpError]]] = [
 ]
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, options: Options) -> list[str]:
+def list_checked(monkeypatch: pytest.MonkeyPatch, *, requested: bool) -> list[str]:
     """The stages that are checked while a small model is planned."""
     seen: list[str] = []
 
@@ -31,7 +32,8 @@ def checked(monkeypatch: pytest.MonkeyPatch, options: Options) -> list[str]:
 
     monkeypatch.setattr(compiler, "check_stage", note)
     model, inputs = build("hand", layers=1)
-    Work(model, options, inputs).made(2, "tp")
+    request = replace(read_request(), check_stages=requested)
+    ModelCompiler(model, request, inputs).compile(2, "tp")
     return seen
 
 
@@ -40,11 +42,11 @@ def test_the_tests_run_with_every_stage_checked() -> None:
     assert "1" == os.environ[SWITCH]
 
 
-def test_every_stage_is_checked_where_options_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_stage_is_checked_that_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH)
 
-    assert [stage for stage, _ in STAGES] == checked(monkeypatch, Options(check_stages=True))
-    assert [] == checked(monkeypatch, Options())
+    assert [stage for stage, _ in STAGES] == list_checked(monkeypatch, requested=True)
+    assert [] == list_checked(monkeypatch, requested=False)
 
 
 @pytest.mark.parametrize(("stage", "error"), STAGES)
@@ -78,4 +80,4 @@ def test_a_fault_in_a_captured_graph_stops_the_compiler(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(compiler, "capture", faulty)
     with pytest.raises(CaptureError, match=r'gelu at blocks.0 .*has no meta\["val"\]'):
-        Work(model, Options(), inputs)
+        ModelCompiler(model, read_request(), inputs)

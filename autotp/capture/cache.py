@@ -25,17 +25,17 @@ from autotp.records.plan import CacheRecord
 __all__ = [
     "CacheSpec",
     "CacheState",
-    "cached",
-    "caches_in",
-    "flat",
+    "rebuild_caches",
+    "list_caches",
+    "flatten_cache",
     "is_cache",
     "learn_dims",
-    "mark",
-    "rebuilt",
-    "restore",
-    "returned",
-    "stated",
-    "widened",
+    "make_mark",
+    "rebuild_cache",
+    "restore_cache",
+    "restore_caches",
+    "flatten_caches",
+    "widen_caches",
 ]
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None), type, torch.Size)
@@ -80,7 +80,7 @@ class CacheSpec:
 
     def __str__(self) -> str:
         """The class with a mark of all else, equal in all processes: `DynamicCache#1f0c`."""
-        return mark(self)
+        return make_mark(self)
 
     def __repr__(self) -> str:
         """The same: a tree of many layers is not to be read."""
@@ -151,7 +151,7 @@ def learn_dims(spec: CacheSpec, dims: Sequence[Mapping[int, str]]) -> None:
     _DATA_DIMS.setdefault(spec.layout, tuple(dims))
 
 
-def flat(cache: object) -> CacheState:
+def flatten_cache(cache: object) -> CacheState:
     """The cache as its spec and its tensors, which are shared.
 
     Raises CaptureError for what a graph cannot hold: streams, functions, cycles.
@@ -160,29 +160,29 @@ def flat(cache: object) -> CacheState:
     return CacheState(_Walk(type(cache).__name__, leaves).of(cache, (), type(None), ""), leaves)
 
 
-def rebuilt(state: CacheState) -> Any:
+def rebuild_cache(state: CacheState) -> Any:
     """A new cache of the same make around the tensors."""
-    return _made(state.spec, iter(state.leaves))
+    return _make_object(state.spec, iter(state.leaves))
 
 
-def restore(cache: object, state: CacheState) -> None:
+def restore_cache(cache: object, state: CacheState) -> None:
     """Puts what `state` holds into the objects of `cache`, which stay the same objects."""
-    _filled(cache, state.spec, iter(state.leaves))
+    _fill_object(cache, state.spec, iter(state.leaves))
 
 
-def stated(tree: Any) -> Any:
+def flatten_caches(tree: Any) -> Any:
     """`tree` with every cache in it flat."""
     return pytree.tree_map(_flat, tree)
 
 
-def cached(tree: Any) -> Any:
+def rebuild_caches(tree: Any) -> Any:
     """`tree` with every flat cache in it rebuilt."""
-    return pytree.tree_map(_whole, tree, is_leaf=_is_flat)
+    return pytree.tree_map(_find_full_shape, tree, is_leaf=_is_flat)
 
 
-def returned(output: Any, given: Mapping[str, Any]) -> Any:
+def restore_caches(output: Any, given: Mapping[str, Any]) -> Any:
     """`output` with real caches: those that were given, filled anew, where there were any."""
-    states = caches_in(output)
+    states = list_caches(output)
     if not states:
         return output
     olds = [x for x in pytree.tree_leaves(dict(given)) if is_cache(x)]
@@ -190,21 +190,21 @@ def returned(output: Any, given: Mapping[str, Any]) -> Any:
 
     def whole(x: Any) -> Any:
         if not _is_flat(x) or id(x) not in known:  # a compiler guards on whose id is asked
-            return _whole(x)
-        restore(known[id(x)], x)
+            return _find_full_shape(x)
+        restore_cache(known[id(x)], x)
         return known[id(x)]
 
     return pytree.tree_map(whole, output, is_leaf=_is_flat)
 
 
-def widened(inputs: Mapping[str, Any], records: Mapping[str, CacheRecord]) -> dict[str, Any]:
+def widen_caches(inputs: Mapping[str, Any], records: Mapping[str, CacheRecord]) -> dict[str, Any]:
     """The inputs with each rank's part of a cache in a tensor of the whole size, without values."""
     states = [v for v in inputs.values() if isinstance(v, CacheState)]
-    whole = {id(s): _wide(s, f"{k}." if k else "", records) for k, s in enumerate(states)}
+    whole = {id(s): _widen(s, f"{k}." if k else "", records) for k, s in enumerate(states)}
     return {name: whole.get(id(value), value) for name, value in inputs.items()}
 
 
-def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) -> CacheState:
+def _widen(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) -> CacheState:
     leaves = list(state.leaves)
     for i, path in enumerate(state.spec.paths()):
         record = records.get(prefix + path)
@@ -215,7 +215,7 @@ def _wide(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) ->
     return CacheState(state.spec, leaves)
 
 
-def caches_in(tree: Any) -> list[CacheState]:
+def list_caches(tree: Any) -> list[CacheState]:
     """The flat caches in `tree`, in order."""
     return [x for x in pytree.tree_leaves(tree, is_leaf=_is_flat) if isinstance(x, CacheState)]
 
@@ -225,11 +225,11 @@ def _is_flat(value: object) -> bool:
 
 
 def _flat(value: Any) -> Any:
-    return flat(value) if is_cache(value) else value
+    return flatten_cache(value) if is_cache(value) else value
 
 
-def _whole(value: Any) -> Any:
-    return rebuilt(value) if isinstance(value, CacheState) else value
+def _find_full_shape(value: Any) -> Any:
+    return rebuild_cache(value) if isinstance(value, CacheState) else value
 
 
 @dataclass(slots=True)
@@ -282,14 +282,14 @@ class _Walk:
         )
 
 
-def _made(spec: CacheSpec, leaves: Iterator[Any]) -> Any:
+def _make_object(spec: CacheSpec, leaves: Iterator[Any]) -> Any:
     if spec.kind == "tensor":
         return next(leaves)
     if spec.kind == "count":
         return next(leaves).shape[0]
     if spec.kind == "constant":
         return spec.what
-    values = [_made(item, leaves) for item in spec.items]
+    values = [_make_object(item, leaves) for item in spec.items]
     if spec.kind == "object":
         made = spec.what.__new__(spec.what)
         vars(made).update(zip(spec.keys, values, strict=True))
@@ -299,38 +299,40 @@ def _made(spec: CacheSpec, leaves: Iterator[Any]) -> Any:
     return values if spec.kind == "list" else tuple(values)
 
 
-def _filled(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:
+def _fill_object(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:
     """What stands where `old` stood: the same object where its make is the same."""
     if spec.kind == "object" and type(old) is spec.what:
         held = vars(old)
         for key, item in zip(spec.keys, spec.items, strict=True):
-            held[key] = _filled(held.get(key), item, leaves)
+            held[key] = _fill_object(held.get(key), item, leaves)
         return old
     if spec.kind == "list" and type(old) is list and len(cast("list[Any]", old)) == len(spec.items):
-        old[:] = [_filled(o, item, leaves) for o, item in zip(old, spec.items, strict=True)]
+        old[:] = [_fill_object(o, item, leaves) for o, item in zip(old, spec.items, strict=True)]
         return old
-    return _made(spec, leaves)
+    return _make_object(spec, leaves)
 
 
-def mark(spec: CacheSpec) -> str:
+def make_mark(spec: CacheSpec) -> str:
     """The class with a mark of all else, by a way that a compiler can follow."""
     return _fresh_mark(spec) if torch.compiler.is_compiling() else _kept_mark(spec)
 
 
 def _fresh_mark(spec: CacheSpec) -> str:
     name = spec.what.__name__ if isinstance(spec.what, type) else spec.kind
-    return f"{name}#{_digest(_text(spec))}"
+    return f"{name}#{_digest_spec(_describe_spec(spec))}"
 
 
 _kept_mark = lru_cache(maxsize=256)(_fresh_mark)
 
 
 @torch.compiler.assume_constant_result
-def _digest(text: str) -> str:
+def _digest_spec(text: str) -> str:
     return hashlib.sha1(text.encode()).hexdigest()[:8]
 
 
-def _text(spec: CacheSpec) -> str:
+def _describe_spec(spec: CacheSpec) -> str:
     what = spec.what.__qualname__ if isinstance(spec.what, type) else repr(spec.what)
-    inner = ", ".join([f"{k!r}: {_text(i)}" for k, i in zip(spec.keys, spec.items, strict=True)])
+    inner = ", ".join(
+        [f"{k!r}: {_describe_spec(i)}" for k, i in zip(spec.keys, spec.items, strict=True)]
+    )
     return f"{spec.kind} {what} ({inner})"

@@ -20,20 +20,20 @@ from torch._dynamo import config
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autotp.capture.cache import CacheState, cached, caches_in, stated
+from autotp.capture.cache import CacheState, flatten_caches, list_caches, rebuild_caches
 from autotp.capture.clean import clean, retarget
-from autotp.capture.exported_graph import decomposed, flat_graph, mutated
-from autotp.capture.failure import explained, quiet, short
+from autotp.capture.exported_graph import decompose, flatten_program, list_mutated
+from autotp.capture.failure import explain_failure, shorten, silence_torch
 from autotp.capture.functionalize import functionalise, maps_rows
 from autotp.capture.inputs import (
     Axes,
-    accepted,
-    data_axes,
-    example_inputs,
-    positions,
-    traced_at,
+    find_data_axes,
+    find_longest_input,
+    list_accepted,
+    make_example_inputs,
+    resize_for_trace,
 )
-from autotp.capture.program import Carried, Guard, Program, broken, named_leaves
+from autotp.capture.program import Carried, Guard, Program, broken, name_leaves
 from autotp.capture.repairs.attributes import restored, stateless
 from autotp.capture.repairs.branches import Branch, branches, semantic_guards
 from autotp.capture.repairs.cached_forward import (
@@ -49,7 +49,7 @@ from autotp.capture.repairs.opaque import Applied
 from autotp.capture.repairs.values import Known, asks_values, growing, value_guards
 from autotp.errors import CaptureError
 
-__all__ = ["capture", "example_inputs", "retarget"]
+__all__ = ["capture", "make_example_inputs", "retarget"]
 
 FREEDOMS = (
     frozenset({"batch", "sequence", "decoder", "past", "kept"}),
@@ -79,8 +79,8 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
     """
     if gradients:
         backward_hooks_refused(model)
-    given = accepted(model, inputs)
-    axes = data_axes(model, given)
+    given = list_accepted(model, inputs)
+    axes = find_data_axes(model, given)
     call = _Call(model, given, gradients)
     export = _exported(call, axes)
     graph, lifted = _graph(model, export.program, tuple(axes))
@@ -92,7 +92,7 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
     return Program(
         graph=graph,
         inputs=tuple(axes),
-        constants={n: v for n, v in named_leaves(given).items() if n not in axes},
+        constants={n: v for n, v in name_leaves(given).items() if n not in axes},
         out_spec=out_spec,
         lifted=lifted,
         tied=_aliases(model.named_parameters(remove_duplicate=False)),
@@ -108,9 +108,9 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
 
 def _carried(given: Mapping[str, Any], out_spec: pytree.TreeSpec) -> dict[int, Carried]:
     """The outputs that are tensors of a cache, each with the input that it takes the place of."""
-    leaves = list(named_leaves(given))
+    leaves = list(name_leaves(given))
     numbered = pytree.tree_unflatten(leaves, pytree.tree_structure(dict(given)))
-    before = [dict(zip(s.spec.paths(), s.leaves, strict=True)) for s in caches_in(numbered)]
+    before = [dict(zip(s.spec.paths(), s.leaves, strict=True)) for s in list_caches(numbered)]
     after = cache_outputs(out_spec)
     before += [{}] * (len(after) - len(before))
     return {
@@ -163,7 +163,7 @@ class _Call:
         with (
             restored(self.model),
             self.by_keyword(),
-            quiet(),
+            silence_torch(),
             # with symbolic sizes, its keys cost more than what it saves
             config.patch(fake_tensor_cache_enabled=False),
             torch.set_grad_enabled(self.gradients),  # only then: torch keeps its tensors for good
@@ -176,7 +176,7 @@ class _Call:
 
     def keeps_state(self) -> bool:
         """Whether a cache goes in or is asked for."""
-        return bool(self.given.get("use_cache")) or bool(caches_in(dict(self.given)))
+        return bool(self.given.get("use_cache")) or bool(list_caches(dict(self.given)))
 
     @contextmanager
     def by_keyword(self) -> Generator[None]:
@@ -189,17 +189,17 @@ class _Call:
         known = {n: self.given[n].clone() for n in self.known}
 
         def call(**tensors: Any) -> Any:
-            for state in caches_in(tensors):
+            for state in list_caches(tensors):
                 tie_lengths(state)
             given = {n: tensors.get(n, v) for n, v in self.given.items()}
             inputs = {
-                n: cached(own_states(v) if isinstance(v, CacheState) else v)
+                n: rebuild_caches(own_states(v) if isinstance(v, CacheState) else v)
                 for n, v in given.items()
             } | known
             with Known(list(known.values())) if known else nullcontext():
                 first = [inputs.pop(n) for n in positional if n in inputs]
                 with stateless(self.model) if self.keeps_state() else nullcontext():
-                    return stated(forward(*first, **inputs))
+                    return flatten_caches(forward(*first, **inputs))
 
         kind = inspect.Parameter.KEYWORD_ONLY
         call.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])  # type: ignore[attr-defined]
@@ -221,10 +221,10 @@ def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
         export = _freest(replace(call, known=known), free_axes, tried)
         failures = failures or tried
         if export is not None:
-            return replace(export, reason=short(failures[0])) if failures else export
+            return replace(export, reason=shorten(failures[0])) if failures else export
         if not asks_values(tried[-1]):
             break
-    raise CaptureError(explained(call.model, failures[-1])) from failures[-1]
+    raise CaptureError(explain_failure(call.model, failures[-1])) from failures[-1]
 
 
 def _secondary(call: _Call) -> list[str]:
@@ -260,7 +260,7 @@ def _one_word(call: _Call, axes: Mapping[str, Axes]) -> frozenset[str]:
 
     A free graph takes no size of 1, where torch.export looks at it, so it would be tried in vain.
     """
-    if not any(state.is_known for state in caches_in(dict(call.given))):
+    if not any(state.is_known for state in list_caches(dict(call.given))):
         return frozenset()
     every = [a for of in axes.values() for a in of.values()]
     return frozenset(kind for kind, size in every if size == 1 and kind in ("sequence", "decoder"))
@@ -275,7 +275,7 @@ def _at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) 
 
 
 def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Export:
-    sized = traced_at(call.given, axes, free, positions(call.model))
+    sized = resize_for_trace(call.given, axes, free, find_longest_input(call.model))
     traced = {n: sized[n] for n in call.traced()}
     shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
     try:
@@ -303,14 +303,14 @@ def _spelled(given: Mapping[str, Any], leaf: str) -> str:
         for name, value in given.items()
         for path, _ in pytree.tree_flatten_with_path(value)[0]
     ]
-    return dict(zip(named_leaves(given), paths, strict=True))[leaf]
+    return dict(zip(name_leaves(given), paths, strict=True))[leaf]
 
 
 def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:
     """The `dynamic_shapes` of one input: nested like `value`."""
     leaves = [
         {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
-        for leaf in named_leaves({name: value})
+        for leaf in name_leaves({name: value})
     ]
     # torch takes the children of a class of others as a list
     return _listed(pytree.tree_unflatten(leaves, pytree.tree_structure(value)))
@@ -337,9 +337,9 @@ def _graph(
     tied = parameters | _aliases(model.named_buffers(remove_duplicate=False))
     if maps_rows(exported.graph):
         exported = _functional(model, exported)
-    graph, lifted = flat_graph(exported, inputs, tied)
+    graph, lifted = flatten_program(exported, inputs, tied)
     if functionalise(graph):
-        graph, lifted = flat_graph(_functional(model, exported), inputs, tied)
+        graph, lifted = flatten_program(_functional(model, exported), inputs, tied)
         if reason := functionalise(graph):
             raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
     clean(graph, lifted)
@@ -347,8 +347,8 @@ def _graph(
 
 
 def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
-    functional = decomposed(exported)
-    if target := mutated(functional):
+    functional = decompose(exported)
+    if target := list_mutated(functional):
         raise CaptureError(
             f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
             f"Ranks could not agree on it: {_instead(model, target)}."

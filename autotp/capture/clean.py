@@ -12,7 +12,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
-from autotp.capture.graph_facts import argument, sizes_text
+from autotp.capture.graph_facts import read_argument, spell_sizes
 
 __all__ = ["clean", "drops_nothing", "is_idle", "retarget"]
 
@@ -93,7 +93,7 @@ def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
         typed.meta = dict(node.meta, val=source.meta["val"].to(node.meta["val"].dtype))
         wide = graph.call_function(aten.expand_as.default, (typed, target))
         wide.meta = dict(node.meta)
-    same = sizes_text(typed) == sizes_text(node)
+    same = spell_sizes(typed) == spell_sizes(node)
     node.replace_all_uses_with(typed if same else wide)
     graph.erase_node(node)
 
@@ -160,14 +160,14 @@ def _unfold_broadcast(node: fx.Node) -> None:
     given = cast(list[fx.Node], node.args[0])
     for item in list(node.users):
         source = given[cast(int, item.args[1])]
-        if sizes_text(source) == sizes_text(item):
+        if spell_sizes(source) == spell_sizes(item):
             item.replace_all_uses_with(source)
 
 
 def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
     """Takes from a `cat` what adds nothing: tensors of shape (0,), as a fresh cache is."""
     given = cast(list[fx.Node], node.args[0])
-    kept = [n for n in given if sizes_text(n) != ["0"]]
+    kept = [n for n in given if spell_sizes(n) != ["0"]]
     if len(kept) == len(given) or {n.meta["val"].dtype for n in kept} != {node.meta["val"].dtype}:
         return
     node.args = (kept, *node.args[1:])
@@ -178,7 +178,9 @@ def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
 
 def drops_nothing(node: fx.Node) -> bool:
     """Whether `node` is a dropout that is off: it then returns its very input, not a copy."""
-    return node.target in DROPOUTS and (argument(node, "p") == 0 or not argument(node, "train"))
+    return node.target in DROPOUTS and (
+        read_argument(node, "p") == 0 or not read_argument(node, "train")
+    )
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:
@@ -217,9 +219,9 @@ def _checks_values(node: fx.Node) -> bool:
 
 
 def _is_whole_slice(node: fx.Node) -> bool:
-    if argument(node, "start") not in (None, 0) or argument(node, "step") != 1:
+    if read_argument(node, "start") not in (None, 0) or read_argument(node, "step") != 1:
         return False
-    end, dim = argument(node, "end"), argument(node, "dim")
+    end, dim = read_argument(node, "end"), read_argument(node, "dim")
     return end is None or end == END or _size(node.args[0], dim) == _size(node, dim)
 
 

@@ -18,10 +18,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
 from autotp.capture.clean import drops_nothing
-from autotp.capture.graph_facts import TORCH, source_line
+from autotp.capture.graph_facts import TORCH, find_source_line
 from autotp.errors import CaptureError
 
-__all__ = ["constant_name", "decomposed", "flat_graph", "mutated"]
+__all__ = ["name_constant", "decompose", "flatten_program", "list_mutated"]
 
 KEPT_META = ("val", "nn_module_stack", "stack_trace")
 WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -31,7 +31,7 @@ STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 PLAIN_OUTPUTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 
 
-def flat_graph(
+def flatten_program(
     exported: ExportedProgram, inputs: tuple[str, ...], tied: Mapping[str, str]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """The graph of `exported` with the tensors it made as constants, by their `get_attr` name.
@@ -61,7 +61,7 @@ def flat_graph(
     return copy.graph, copy.lifted
 
 
-def decomposed(exported: ExportedProgram) -> ExportedProgram:
+def decompose(exported: ExportedProgram) -> ExportedProgram:
     """The program made functional by torch, all its other ops kept whole.
 
     Torch forgets the regions without gradients on the way: what leaves them is detached before. Nor
@@ -79,13 +79,13 @@ def decomposed(exported: ExportedProgram) -> ExportedProgram:
         return exported.run_decompositions({})
 
 
-def mutated(exported: ExportedProgram) -> str:
+def list_mutated(exported: ExportedProgram) -> str:
     """The name of the first buffer or input that the functional program writes to; or empty."""
     written = (s for s in exported.graph_signature.output_specs if s.kind not in PLAIN_OUTPUTS)
     return next((str(s.target) for s in written), "")
 
 
-def constant_name(tensor: torch.Tensor) -> str:
+def name_constant(tensor: torch.Tensor) -> str:
     """The `get_attr` name of a constant, by content: `_const_` and 12 hexadecimal digits."""
     stored = b"" if tensor.is_meta else _bytes(tensor)
     digest = hashlib.sha1(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + stored)
@@ -151,7 +151,7 @@ class _Copy:
         self.values[node] = _Later(self._tied.get(target, target), node)
 
     def constant(self, node: fx.Node, value: torch.Tensor) -> None:
-        name = constant_name(value)
+        name = name_constant(value)
         self.lifted[name] = value.detach()
         self.values[node] = _Later(name, node)
 
@@ -245,7 +245,7 @@ class _Later:
 
 
 def _region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
-    lines = [source_line(n) for module in modules for n in module.graph.nodes]
+    lines = [find_source_line(n) for module in modules for n in module.graph.nodes]
     own = [line for line in lines if line and not line.file.startswith(TORCH)]
     where = own[-1] if own else "no source line known"
     return (

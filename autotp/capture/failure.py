@@ -12,14 +12,14 @@ from torch import nn
 
 from autotp.capture.graph_facts import TORCH
 
-__all__ = ["explained", "quiet", "short"]
+__all__ = ["explain_failure", "silence_torch", "shorten"]
 
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 
 
 @contextmanager
-def quiet() -> Generator[None]:
+def silence_torch() -> Generator[None]:
     """Keeps back what torch logs and prints of a failing export; the reason is in the exception.
 
     Not where somebody wants to see it: with TORCH_LOGS, or our own logger at DEBUG.
@@ -45,7 +45,7 @@ def _is_torchs(logger: str) -> bool:
     return logger.partition(".")[0] == "torch"
 
 
-def short(error: Exception) -> str:
+def shorten(error: Exception) -> str:
     """Torch's reason, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if line.startswith("- ")), lines[0])
@@ -53,11 +53,11 @@ def short(error: Exception) -> str:
     return f"{type(error).__name__}: {sentence}".removesuffix(": ")[:SHORT]
 
 
-def explained(model: nn.Module, error: Exception) -> str:
+def explain_failure(model: nn.Module, error: Exception) -> str:
     """What a CaptureError says of a failed export of `model`."""
     return (
         f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: "
-        f"{short(error)}. {_advice(model, error)}"
+        f"{shorten(error)}. {_advice(model, error)}"
     )
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.capture.cache import cached, stated
-from autotp.capture.program import Program, tensor_leaves
+from autotp.capture.cache import flatten_caches, rebuild_caches
+from autotp.capture.program import Program, list_tensor_leaves
 from autotp.capture.sizes import Pricing
-from autotp.capture.source_model import skeleton
+from autotp.capture.source_model import copy_without_memory
 from autotp.errors import PlanError
 
-__all__ = ["Calls"]
+__all__ = ["GenerationCalls"]
 
 _NOT_ASKED = ("use_cache", "labels", "return_dict")
 """Inputs of a forward that `generate` decides by itself."""
@@ -31,7 +31,7 @@ class _Enough(Exception):  # noqa: N818  nothing went wrong
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class GenerationCalls:
     """What generating from `given` calls the model with.
 
     - `bare`: the model without memory, whose forward is replaced while `generate` runs.
@@ -42,7 +42,7 @@ class Calls:
     given: Mapping[str, Any]
 
     @staticmethod
-    def of(model: nn.Module, example: Mapping[str, Any]) -> "Calls":
+    def of(model: nn.Module, example: Mapping[str, Any]) -> "GenerationCalls":
         """Those for the inputs of `example`; PlanError for a model that generates nothing."""
         name = type(model).__name__
         if getattr(model, "generate", None) is None:
@@ -50,14 +50,14 @@ class Calls:
                 f"new_tokens: a {name} has no generate(). Give a model with a language-modelling "
                 "head, or leave new_tokens out."
             )
-        bare = skeleton(model)
+        bare = copy_without_memory(model)
         settings = getattr(bare, "generation_config", None)
         if settings is not None:  # an end of text would end the recording
             settings.eos_token_id = settings.forced_eos_token_id = settings.pad_token_id = None
             if settings.decoder_start_token_id is None:
                 settings.decoder_start_token_id = 0  # any word: only sizes are looked at
         asked = {k: v for k, v in example.items() if k not in _NOT_ASKED and v is not None}
-        return Calls(bare, {k: _valued(v) for k, v in asked.items()})
+        return GenerationCalls(bare, {k: _copy_with_values(v) for k, v in asked.items()})
 
     @property
     def has_encoder(self) -> bool:
@@ -72,7 +72,7 @@ class Calls:
 
     def next(self, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """What the call after the prompt's is given, which was `program` at `inputs`."""
-        output = _returned(program, inputs)
+        output = _build_output(program, inputs)
         given = dict(self.given)
         encoded = getattr(output, "encoder_last_hidden_state", None)
         if encoded is not None:
@@ -82,7 +82,7 @@ class Calls:
             given["encoder_outputs"] = outputs.BaseModelOutput(last_hidden_state=encoded)
         return self._recorded(given, output)
 
-    def longer(self, words: int) -> "Calls":
+    def longer(self, words: int) -> "GenerationCalls":
         """The same with so many more words in the prompt; itself where not all inputs are words."""
         main = "decoder_input_ids" if self.has_encoder else "input_ids"
         ids = self.given.get(main)
@@ -96,7 +96,7 @@ class Calls:
             for name, value in self.given.items()
             if name == main or (not self.has_encoder and value.shape == ids.shape)
         }
-        return Calls(self.bare, {**self.given, **lengthened})
+        return GenerationCalls(self.bare, {**self.given, **lengthened})
 
     def _recorded(self, given: Mapping[str, Any], output: Any) -> dict[str, Any]:
         """The last call's inputs: the first's if there is no output to go on with."""
@@ -135,22 +135,22 @@ class Calls:
         )
 
 
-def _valued(value: Any) -> Any:
+def _copy_with_values(value: Any) -> Any:
     """Ones for a tensor on meta: a mask of ones, words that there are."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         return torch.ones_like(value, device="cpu")
     return value
 
 
-def _returned(program: Program, inputs: Mapping[str, Any]) -> Any:
+def _build_output(program: Program, inputs: Mapping[str, Any]) -> Any:
     """What the program returns for inputs of these sizes: zeros, which take no memory."""
-    pricing = Pricing(program, tensor_leaves(stated(inputs)))
+    pricing = Pricing(program, list_tensor_leaves(flatten_caches(inputs)))
     outputs: Sequence[Any] = program.graph.output_node().args[0]  # pyright: ignore
-    flat = [_zeros(pricing, out) for out in outputs]
-    return cached(pytree.tree_unflatten(flat, program.out_spec))
+    flat = [_make_zeros(pricing, out) for out in outputs]
+    return rebuild_caches(pytree.tree_unflatten(flat, program.out_spec))
 
 
-def _zeros(pricing: Pricing, output: Any) -> Any:
+def _make_zeros(pricing: Pricing, output: Any) -> Any:
     if not isinstance(output, fx.Node):
         return output
     val = output.meta["val"]

@@ -14,16 +14,16 @@ __all__ = [
     "TORCH",
     "SourceLine",
     "Value",
-    "argument",
-    "expression_of",
-    "module_path",
-    "module_paths",
-    "op_name",
-    "results_of",
-    "sizes_text",
-    "source_line",
-    "source_of",
-    "whereabouts",
+    "describe_node",
+    "find_expression",
+    "find_module_path",
+    "find_source",
+    "find_source_line",
+    "list_module_paths",
+    "list_results",
+    "name_op",
+    "read_argument",
+    "spell_sizes",
 ]
 
 TORCH: Final = os.path.dirname(torch.__file__) + os.sep
@@ -55,7 +55,7 @@ class SourceLine(NamedTuple):
         return f"{self.place}: `{self.code}`" if self.code else self.place
 
 
-def source_of(node: fx.Node) -> Value:
+def find_source(node: fx.Node) -> Value:
     """The value that `node` stands for: itself, or a result of the node it takes an item of."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         origin = node.args[0]
@@ -64,7 +64,7 @@ def source_of(node: fx.Node) -> Value:
     return node, 0
 
 
-def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
+def list_results(node: fx.Node) -> dict[int, torch.Tensor]:
     """The tensors that a node makes, by result number."""
     val = node.meta.get("val")
     if isinstance(val, torch.Tensor):
@@ -75,7 +75,7 @@ def results_of(node: fx.Node) -> dict[int, torch.Tensor]:
     return {}
 
 
-def argument(node: fx.Node, name: str) -> Any:
+def read_argument(node: fx.Node, name: str) -> Any:
     """The value of the argument called `name`, its default if it is not given."""
     schema: Any = getattr(node.target, "_schema", None)
     for at, known in enumerate(schema.arguments if schema else ()):
@@ -85,13 +85,13 @@ def argument(node: fx.Node, name: str) -> Any:
     return None
 
 
-def expression_of(size: Any) -> Any:
+def find_expression(size: Any) -> Any:
     """The sympy expression of a symbolic size; a plain number as it is."""
     symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
     return size.node.expr if symbolic else size
 
 
-def sizes_text(node: fx.Node) -> list[str]:
+def spell_sizes(node: fx.Node) -> list[str]:
     """The sizes of the tensor that a node makes, as text: symbols compare by form, and no guard on
     them arises.
 
@@ -100,12 +100,12 @@ def sizes_text(node: fx.Node) -> list[str]:
     return [str(size) for size in node.meta["val"].shape]
 
 
-def op_name(target: object) -> str:
+def name_op(target: object) -> str:
     """The name of an op without its overload, e.g. `aten::linear`; empty for other targets."""
     return target.name().split(".")[0] if isinstance(target, OpOverload) else ""
 
 
-def module_paths(node: fx.Node) -> list[str]:
+def list_module_paths(node: fx.Node) -> list[str]:
     """The paths of the modules in which `node` was made, outermost first; empty if none is known.
 
     Example: `["", "model", "model.layers.0", "model.layers.0.mlp"]`.
@@ -114,16 +114,16 @@ def module_paths(node: fx.Node) -> list[str]:
     return [_CALL.sub("", path) for key, (path, _) in stack.items() if key != _NO_STACK]
 
 
-def module_path(node: fx.Node) -> str:
+def find_module_path(node: fx.Node) -> str:
     """The path of the innermost module in which `node` was made; empty for the root, or if none is
     known.
 
     Example: `model.layers.0.mlp`.
     """
-    return next(reversed(module_paths(node)), "")
+    return next(reversed(list_module_paths(node)), "")
 
 
-def source_line(node: fx.Node) -> SourceLine | None:
+def find_source_line(node: fx.Node) -> SourceLine | None:
     """The line of the model's code that made `node`; of torch's if there is no other.
 
     Example: `SourceLine("/models/mlp.py", 9, "return self.down(x)")`.
@@ -133,14 +133,14 @@ def source_line(node: fx.Node) -> SourceLine | None:
     return SourceLine(own[-1][0], int(own[-1][1]), own[-1][2]) if own else None
 
 
-def whereabouts(node: fx.Node, flat: str = "") -> str:
+def describe_node(node: fx.Node, flat: str = "") -> str:
     """Where a node comes from: its name and op, its module's path, the model's source line.
 
     Example: `down = aten.linear at model.layers.0.mlp (mlp.py:9: `return self.down(x)`)`; where its
     name in the flat graph, `flat`, is another, that stands in front.
     """
-    op = op_name(node.target).replace("::", ".") or str(node.target)
-    path, line = module_path(node), source_line(node)
+    op = name_op(node.target).replace("::", ".") or str(node.target)
+    path, line = find_module_path(node), find_source_line(node)
     source = f" ({line})" if line else ""
     name = node.name if flat in ("", node.name) else f"{flat} ({node.name})"
     return f"{name} = {op}{f' at {path}' if path else ''}{source}"

@@ -10,13 +10,13 @@ from torch import fx
 from torch.fx import graph_module
 from torch.fx.experimental import proxy_tensor
 
-__all__ = ["give_back"]
+__all__ = ["release_memory"]
 
 # torch keeps the last graph it traced here, for a search of leaks in its next export
 _TRACED = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 
 
-def give_back() -> None:
+def release_memory() -> None:
     """Gives back to the system what was freed: it would count beside a rank's shards for good."""
     getattr(proxy_tensor, _TRACED, dict[int, object]()).clear()
     gc.collect()

@@ -16,11 +16,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
-from autotp.capture.program import KEPT, WORDS, Program, broken_guard, named_leaves
-from autotp.capture.source_model import device_of
+from autotp.capture.program import KEPT, WORDS, Program, find_broken_guard, name_leaves
+from autotp.capture.source_model import find_device
 from autotp.errors import CaptureError, PlanError
 
-__all__ = ["Axes", "accepted", "data_axes", "example_inputs", "made_up", "positions", "traced_at"]
+__all__ = [
+    "Axes",
+    "list_accepted",
+    "find_data_axes",
+    "make_example_inputs",
+    "choose_inputs",
+    "find_longest_input",
+    "resize_for_trace",
+]
 
 LONGEST_EXAMPLE = 4096  # tokens: longer contexts change no decision, only the price
 BATCH_SIZES = (3, 2)
@@ -32,7 +40,7 @@ Axes = Mapping[int, Axis]
 """The dims of one input whose size belongs to the data."""
 
 
-def example_inputs(
+def make_example_inputs(
     model: nn.Module,
     training: bool,
     *,
@@ -59,7 +67,7 @@ def example_inputs(
             f"its forward takes {_listed(_parameters(model))}. "
             f"{advice}"
         )
-    most = positions(model)
+    most = find_longest_input(model)
     if most and (sequence or 1) + room > most:
         more = f" and {room} new words" if room else ""
         fewer = f"Give a sequence of at most {most - room}"
@@ -73,7 +81,7 @@ def example_inputs(
     return _Examples(model, batch, sequence or longest).all(training)
 
 
-def positions(model: nn.Module) -> int | None:
+def find_longest_input(model: nn.Module) -> int | None:
     """The most positions that the model's config allows; None where it sets no limit.
 
     A table of positions that keeps rows for padding (it has a `padding_idx`) has fewer to give.
@@ -90,7 +98,7 @@ def positions(model: nn.Module) -> int | None:
     return limit - 1 - max(padded) if padded else limit
 
 
-def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def list_accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs in the order of the forward's signature, without those that only repeat a None."""
     parameters = _parameters(model)
     _refuse_starred(model, inputs)
@@ -110,14 +118,14 @@ def accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {n: given[n] for n in ordered}
 
 
-def data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
+def find_data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
     """For each tensor among the leaves, the dims whose size belongs to the data.
 
     Example: ids (2, 12) have `{0: ("batch", 2), 1: ("sequence", 12)}`; images (2, 3, 224, 224) only
     the first; a mask (2, 1, 12, 12) beside such ids has both lengths too.
     """
     past = _past_axes(inputs)
-    tensors = {n: v for n, v in named_leaves(inputs).items() if isinstance(v, torch.Tensor)}
+    tensors = {n: v for n, v in name_leaves(inputs).items() if isinstance(v, torch.Tensor)}
     every = list(tensors)
     tensors = {n: v for n, v in tensors.items() if n not in past}
     shapes = [tuple(t.shape) for t in tensors.values() if t.dim()]
@@ -167,7 +175,7 @@ def _past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
     return axes
 
 
-def traced_at(
+def resize_for_trace(
     inputs: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str], limit: int | None
 ) -> dict[str, Any]:
     """Fresh copies of the inputs, with sizes of our own along the axes whose kind is in `free`.
@@ -181,7 +189,7 @@ def traced_at(
         _resized(leaf, {d: sizes[a] for d, a in axes[name].items() if a in sizes})
         if isinstance(leaf, torch.Tensor)
         else leaf
-        for name, leaf in named_leaves(inputs).items()
+        for name, leaf in name_leaves(inputs).items()
     ]
     return pytree.tree_unflatten(leaves, pytree.tree_structure(dict(inputs)))
 
@@ -357,12 +365,12 @@ class _Examples:
 
     def _integers(self, shape: tuple[int, ...], below: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, below, shape, generator=generator).to(device_of(self.model))
+        return torch.randint(0, below, shape, generator=generator).to(find_device(self.model))
 
     def _reals(self, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        return torch.randn(shape, generator=generator).to(device_of(self.model), dtype)
+        return torch.randn(shape, generator=generator).to(find_device(self.model), dtype)
 
 
 def _config(model: nn.Module) -> object:
@@ -372,20 +380,20 @@ def _config(model: nn.Module) -> object:
 SHORT, LONGER = 8, 12
 
 
-def made_up(
+def choose_inputs(
     model: nn.Module, training: bool, captured: Callable[[Mapping[str, Any]], Program]
 ) -> tuple[Mapping[str, Any], Program]:
     """Inputs to price a plan with, and the program that `captured` makes of them.
 
     They are the longest that the model takes (at most 4096), or short where the graph grows with
-    each word. Raises as `example_inputs` and `captured` do.
+    each word. Raises as `make_example_inputs` and `captured` do.
     """
-    longest = example_inputs(model, training)
-    if (positions(model) or LONGER) < LONGER or not _longer(longest, SHORT):
+    longest = make_example_inputs(model, training)
+    if (find_longest_input(model) or LONGER) < LONGER or not _longer(longest, SHORT):
         return longest, captured(longest)
-    short, longer = (example_inputs(model, training, sequence=n) for n in (SHORT, LONGER))
+    short, longer = (make_example_inputs(model, training, sequence=n) for n in (SHORT, LONGER))
     program = captured(short)
-    if program.dynamic and broken_guard(program, longest) is None:
+    if program.dynamic and find_broken_guard(program, longest) is None:
         return longest, program
     if not program.dynamic and _ops(captured(longer)) - _ops(program) >= LONGER - SHORT:
         return short, program

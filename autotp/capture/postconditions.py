@@ -14,7 +14,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from autotp.capture.clean import is_idle
-from autotp.capture.graph_facts import results_of, whereabouts
+from autotp.capture.graph_facts import describe_node, list_results
 from autotp.capture.program import Program
 
 __all__ = ["find_program_faults"]
@@ -36,7 +36,7 @@ def find_program_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -
     yield from _input_faults(program)
     yield from _state_faults(program, tensors)
     for node in program.graph.nodes:
-        yield from (f"{whereabouts(node)}: {reason}" for reason in _node_faults(node))
+        yield from (f"{describe_node(node)}: {reason}" for reason in _node_faults(node))
     yield from _size_faults(program)
     yield from _output_faults(program)
     yield from _guard_faults(program)
@@ -51,7 +51,7 @@ def _input_faults(program: Program) -> Iterator[str]:
     for node in nodes:
         if not isinstance(node.meta.get("val"), torch.Tensor):
             yield f'input {node.target}: meta["val"] is {node.meta.get("val")!r}, not a tensor'
-    ranks = {str(n.target): len(val.shape) for n in nodes for val in results_of(n).values()}
+    ranks = {str(n.target): len(val.shape) for n in nodes for val in list_results(n).values()}
     for name, dims in program.data_dims.items():
         rank = ranks.get(name.replace(".", "_"))
         if rank is None:
@@ -65,7 +65,7 @@ def _state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
     known = {**tensors, **program.lifted}
     seen: set[str] = set()
     for node in program.graph.find_nodes(op="get_attr"):
-        name, where = str(node.target), whereabouts(node)
+        name, where = str(node.target), describe_node(node)
         tensor, meta = known.get(name), node.meta.get("val")
         if tensor is None:
             yield f"{where}: {name} is neither a parameter, a buffer nor a lifted constant"
@@ -96,12 +96,8 @@ def _node_faults(node: fx.Node) -> Iterator[str]:
         yield 'has no meta["val"]'
     if isinstance(node.target, HigherOrderOperator):
         yield f"calls the region {node.target}, which a flat graph does not have"
-    if isinstance(node.target, OpOverload) and _schema(node.target).is_mutable:
+    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:  # pyright: ignore[reportPrivateUsage] torch has no public way
         yield f"{node.target} writes to its operands, in a graph that must be functional"
-
-
-def _schema(op: OpOverload) -> Any:
-    return op._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
 
 
 def _size_faults(program: Program) -> Iterator[str]:
@@ -119,14 +115,14 @@ def _size_faults(program: Program) -> Iterator[str]:
             unknown = expression.free_symbols - known - free_unbacked_symbols(size)
             if unknown:
                 names = ", ".join(sorted(map(str, unknown)))
-                yield f"{whereabouts(node)}: its size {expression} has {names}, of no input's size"
+                yield f"{describe_node(node)}: its size {expression} has {names}, of no input's size"
 
 
 def _symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:
     val = node.meta.get("val")
     if isinstance(val, torch.SymInt):
         yield val
-    for tensor in results_of(node).values():
+    for tensor in list_results(node).values():
         yield from (size for size in tensor.shape if isinstance(size, torch.SymInt))
 
 
@@ -157,14 +153,10 @@ def _guard_faults(program: Program) -> Iterator[str]:
         except SyntaxError as error:
             yield f"guard {expression}: is not an expression: {error.msg}"
             continue
-        unknown = set(_names(tree)) - _GUARD_NAMES
-        unknown |= {name for name in _subjects(tree) if name not in inputs}
+        names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+        unknown = names - _GUARD_NAMES | set(_subjects(tree)) - inputs
         if unknown:
             yield f"guard {expression}: speaks of {', '.join(sorted(unknown))}, not of an input"
-
-
-def _names(tree: ast.AST) -> Iterator[str]:
-    return (n.id for n in ast.walk(tree) if isinstance(n, ast.Name))
 
 
 def _subjects(tree: ast.AST) -> Iterator[str]:

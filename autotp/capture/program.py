@@ -24,9 +24,9 @@ __all__ = [
     "Guard",
     "Program",
     "broken",
-    "broken_guard",
-    "named_leaves",
-    "tensor_leaves",
+    "find_broken_guard",
+    "name_leaves",
+    "list_tensor_leaves",
 ]
 
 KEPT: Final = "logits_to_keep"
@@ -92,10 +92,10 @@ class Program:
     carried: Mapping[int, Carried] = field(default_factory=dict[int, Carried])
 
 
-def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def name_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of the inputs by name: `name`, or `name.0`, `name.1` … where the input is nested.
 
-    Example: `named_leaves({"x": a, "pair": (b, c)})` is `{"x": a, "pair.0": b, "pair.1": c}`.
+    Example: `name_leaves({"x": a, "pair": (b, c)})` is `{"x": a, "pair.0": b, "pair.1": c}`.
     """
     leaves: dict[str, Any] = {}
     for name, value in inputs.items():
@@ -106,13 +106,13 @@ def named_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return leaves
 
 
-def tensor_leaves(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of `named_leaves` that are tensors."""
-    leaves = named_leaves(inputs)
+def list_tensor_leaves(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Those of `name_leaves` that are tensors."""
+    leaves = name_leaves(inputs)
     return {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
 
 
-def broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | None:
+def find_broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | None:
     """The first guard of `program` that `inputs` break; None when its graph is right for them.
 
     Constraints:
@@ -125,9 +125,9 @@ def broken(guards: Iterable[Guard], inputs: Mapping[str, Any]) -> Guard | None:
     """The first of `guards` that `inputs` break."""
     scope = {"L": inputs, "torch": torch, "math": math}
     every = tuple(guards)
-    if eval(_compiled(_all_of(every)), scope):  # at once: a call asks this of hundreds
+    if eval(_compile_guard(_all_of(every)), scope):  # at once: a call asks this of hundreds
         return None
-    return next((g for g in every if not eval(_compiled(g.expression), scope)), None)
+    return next((g for g in every if not eval(_compile_guard(g.expression), scope)), None)
 
 
 @lru_cache(maxsize=256)
@@ -136,5 +136,5 @@ def _all_of(guards: tuple[Guard, ...]) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _compiled(expression: str) -> CodeType:
+def _compile_guard(expression: str) -> CodeType:
     return compile(expression, "<guard>", "eval")

@@ -7,9 +7,9 @@ import torch
 
 from autotp.algebra.size import Size
 from autotp.capture.program import Program
-from autotp.dtypes import sum_dtype
+from autotp.dtypes import choose_sum_dtype
 
-__all__ = ["Pricing", "Sizes", "data_sizes"]
+__all__ = ["Pricing", "Sizes", "read_data_sizes"]
 
 
 class Sizes:
@@ -30,7 +30,7 @@ class Sizes:
         expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
-            found = self.known[expression] = _monomial(_proven(cast(torch.SymInt, size)))
+            found = self.known[expression] = _read_monomial(_find_proven(cast(torch.SymInt, size)))
         return found
 
 
@@ -68,7 +68,7 @@ class Pricing:
 
     def summed(self, meta: torch.Tensor) -> int:
         """The bytes of the whole tensor in the dtype in which it is summed over the group."""
-        wide = sum_dtype(meta.dtype, self.reduce_dtype)
+        wide = choose_sum_dtype(meta.dtype, self.reduce_dtype)
         return self.bytes(meta) // meta.element_size() * wide.itemsize
 
     def _value(self, size: int | torch.SymInt) -> int:
@@ -81,7 +81,7 @@ class Pricing:
         return found
 
 
-def data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def read_data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Batch and sequence of the inputs that the plan is priced for; how much `past` a cache has."""
     sizes: dict[str, int] = {}
     taken = {carried.taken for carried in program.carried.values()}
@@ -99,7 +99,7 @@ def data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str
     return sizes
 
 
-def _proven(size: torch.SymInt) -> Any:
+def _find_proven(size: torch.SymInt) -> Any:
     """An expression in which what a guard of the capture says is a number is that number.
 
     Example: `8*s1 // s0` is 8 where a view of the forward needed that, and twice it is 16.
@@ -113,7 +113,7 @@ def _proven(size: torch.SymInt) -> Any:
     return expression
 
 
-def _monomial(expression: Any) -> Size:
+def _read_monomial(expression: Any) -> Size:
     if expression.is_Integer:
         return Size(int(expression))
     coefficient, symbols = 1, list[str]()

@@ -15,21 +15,21 @@ from torch.utils import _pytree as pytree
 from autotp.errors import WeightsError
 
 __all__ = [
-    "Whole",
+    "SourceModel",
     "check_values",
-    "device_of",
-    "fingerprint",
+    "find_device",
+    "compute_fingerprint",
     "is_meta",
-    "left_behind",
-    "meta_attributes",
-    "skeleton",
-    "valueless",
-    "whole_of",
+    "copy_leftovers",
+    "list_meta_attributes",
+    "copy_without_memory",
+    "copy_without_values",
+    "read_source_model",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class SourceModel:
     """The model as it is: parameters and buffers by their first name, and further names of each."""
 
     name: str
@@ -38,13 +38,13 @@ class Whole:
     tied: Mapping[str, str]
 
 
-def fingerprint(whole: Whole) -> str:
+def compute_fingerprint(whole: SourceModel) -> str:
     """A hash over the names, shapes and dtypes of a model's parameters."""
     lines = (f"{n} {tuple(t.shape)} {t.dtype}" for n, t in whole.parameters.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def whole_of(model: nn.Module) -> Whole:
+def read_source_model(model: nn.Module) -> SourceModel:
     """The tensors of a model, once each, by their first names."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
@@ -55,27 +55,27 @@ def whole_of(model: nn.Module) -> Whole:
         else:
             first[id(tensor)] = name
             parameters[name] = tensor
-    return Whole(type(model).__name__, parameters, dict(model.named_buffers()), tied)
+    return SourceModel(type(model).__name__, parameters, dict(model.named_buffers()), tied)
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def copy_without_memory(model: nn.Module) -> nn.Module:
     """A copy of the model on its own device whose tensors have shapes and strides, but no memory.
 
     Unlike a copy on meta it is captured as the model itself is: code that asks for the device takes
     the same way, and constants made in the forward keep their values. Of a model on meta the copy
     is on the CPU, so that its graph is the one that the model has once its weights are there.
     """
-    metas = [t for t in _plain_tensors(model) if t.is_meta]
+    metas = [t for t in _list_plain_tensors(model) if t.is_meta]
     memo: dict[int, Any] = {id(t): torch.zeros_like(t, device="cpu") for t in metas}
-    memo = left_behind(model) | memo
+    memo = copy_leftovers(model) | memo
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_hollow(parameter), parameter.requires_grad)
+        memo[id(parameter)] = nn.Parameter(_drop_storage(parameter), parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = _hollow(buffer)
+        memo[id(buffer)] = _drop_storage(buffer)
     return copy.deepcopy(model, memo)
 
 
-def device_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
     """Where a model's first parameter is; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
@@ -85,7 +85,7 @@ def is_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
 
 
-def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
+def _list_plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold as plain attributes, neither parameters nor buffers."""
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     held = [list(vars(module).values()) for module in model.modules()]
@@ -93,9 +93,9 @@ def _plain_tensors(model: nn.Module) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if id(leaf) not in known]
 
 
-def meta_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def list_meta_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Tensors on meta that modules hold as plain attributes, by the module's path."""
-    lost = {id(t) for t in _plain_tensors(model) if t.is_meta}
+    lost = {id(t) for t in _list_plain_tensors(model) if t.is_meta}
     return [
         (f"{path}.{name}".removeprefix("."), leaf)
         for path, module in model.named_modules()
@@ -106,9 +106,9 @@ def meta_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def left_behind(model: nn.Module) -> dict[int, Any]:
+def copy_leftovers(model: nn.Module) -> dict[int, Any]:
     """Copies of what a call left on modules, by identity: `copy.deepcopy` refuses their history."""
-    return {id(t): t.detach().clone() for t in _plain_tensors(model) if not t.is_leaf}
+    return {id(t): t.detach().clone() for t in _list_plain_tensors(model) if not t.is_leaf}
 
 
 def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
@@ -120,7 +120,7 @@ def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def copy_without_values(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere.
 
     Integers keep their values: a forward may ask for them.
@@ -136,7 +136,7 @@ def valueless(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]
     return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}
 
 
-def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+def _drop_storage(tensor: torch.Tensor) -> torch.Tensor:
     device = "cpu" if tensor.is_meta else tensor.device
     hollow = torch.empty_like(tensor, requires_grad=False, device=device)
     hollow.untyped_storage().resize_(0)

@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from autotp.capture.source_model import meta_attributes
+from autotp.capture.source_model import list_meta_attributes
 from autotp.errors import PlanError, WeightsError
 from autotp.model_source import import_transformers, read_config_fields
 
@@ -199,7 +199,7 @@ def _load_generation_config(model: Any, directory: Path) -> None:
 
 
 def _refuse_tensor_attributes(model: nn.Module) -> None:
-    for name, tensor in meta_attributes(model):
+    for name, tensor in list_meta_attributes(model):
         raise WeightsError(
             f"{name} {list(tensor.shape)} of {type(model).__name__}: is neither a parameter nor a "
             "buffer, so that none of its values is in a checkpoint. Make it a buffer."

@@ -22,7 +22,7 @@ from autotp.checkpoint.save_map import SaveMap, map_saved_files
 from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.records.plan import ParameterRecord
-from autotp.runtime.group.exchange import as_one, gathered
+from autotp.runtime.group.exchange import fail_together, gather_tensor
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 
@@ -46,7 +46,7 @@ class GroupStore:
         where, first = self._where, self._where.rank == 0
         inner: Path | None = None
         with ExitStack() as stack:
-            with as_one(where), report_write_errors(directory):
+            with fail_together(where), report_write_errors(directory):
                 full = copy_unsharded_on_meta(model)
                 _check_savable(full)
                 plan = map_saved_files(full, max_shard_size)
@@ -56,7 +56,7 @@ class GroupStore:
                     check_space(directory, plan.bytes)
                     inner = stack.enter_context(open_draft(directory))
             self._write(model, plan, inner)
-            with as_one(where):
+            with fail_together(where):
                 if inner is not None:
                     write_configs(full, inner, plan)
                     publish_files(inner, plan.index_name)
@@ -66,7 +66,7 @@ class GroupStore:
         """Gather the `state_dict()` of the full model on the CPU."""
         records, found = index_records(model), dict[str, Tensor]()
         for name, local in model.state_dict().items():
-            full = gathered(self._where, local, records.get(name), to_all=not rank0_only)
+            full = gather_tensor(self._where, local, records.get(name), to_all=not rank0_only)
             if full is not None:
                 found[name] = full
         return found
@@ -77,19 +77,21 @@ class GroupStore:
         full: dict[str, Tensor] = {}
         done = plan.find_last_uses()
         for name, entries in plan.files.items():
-            with as_one(self._where):
+            with fail_together(self._where):
                 writer = SafetensorsWriter(inner / name, entries) if inner else None
             for entry in entries:
                 for key in plan.list_needed(entry.name):
                     if key not in full:
-                        tensor = gathered(self._where, state[key], records.get(key), to_all=False)
+                        tensor = gather_tensor(
+                            self._where, state[key], records.get(key), to_all=False
+                        )
                         full[key] = state[key] if tensor is None else tensor
-                with as_one(self._where):
+                with fail_together(self._where):
                     if writer is not None:
                         writer.write(plan.build_tensor(entry.name, full))
                 for key in done.get(entry.name, ()):
                     del full[key]
-            with as_one(self._where):
+            with fail_together(self._where):
                 if writer is not None:
                     writer.finish()
 

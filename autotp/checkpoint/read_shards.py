@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from torch import Tensor, nn
 
 from autotp.algebra.split import Split
-from autotp.capture.source_model import whole_of
+from autotp.capture.source_model import read_source_model
 from autotp.checkpoint.load_map import ConvertedTensor, RebuiltTensor
 from autotp.checkpoint.stored_tensor import (
     PickledTensor,
@@ -20,7 +20,7 @@ from autotp.checkpoint.stored_tensor import (
 )
 from autotp.errors import WeightsError
 from autotp.records.plan import ParameterRecord, Plan
-from autotp.runtime.group.process_group import Group, exists
+from autotp.runtime.group.process_group import Group, group_exists
 from autotp.runtime.model import ShardedModel
 
 __all__ = [
@@ -45,7 +45,7 @@ def allocate_shards(model: nn.Module, plan: Plan, where: Group) -> dict[str, Ten
             dtype=parameter.dtype,
             device=where.device,
         )
-        for name, parameter in whole_of(model).parameters.items()
+        for name, parameter in read_source_model(model).parameters.items()
     }
 
 
@@ -125,7 +125,9 @@ def show_progress(what: str, total: int, where: Group | None = None) -> Generato
     """Show a progress bar in bytes on the stderr of rank 0 until the block ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
     console = Console(stderr=True)
-    visible = console.is_terminal and (where is None or where.rank == 0 or not exists(where.name))
+    visible = console.is_terminal and (
+        where is None or where.rank == 0 or not group_exists(where.name)
+    )
     bar = Progress(
         *columns, TimeRemainingColumn(), console=console, transient=True, disable=not visible
     )

@@ -24,7 +24,7 @@ from rich.console import Console
 from torch import nn
 
 from autotp import api
-from autotp.capture.inputs import example_inputs, positions
+from autotp.capture.inputs import find_longest_input, make_example_inputs
 from autotp.cli import shard_merge
 from autotp.cli.arguments import parse_arguments
 from autotp.cli.generate import GenerationRequest, check_request, generate_text
@@ -38,10 +38,10 @@ from autotp.records.evidence import Evidence
 from autotp.records.json_record import encode
 from autotp.records.plan import Plan
 from autotp.report.evidence import render_evidence
-from autotp.report.plan import render, text
+from autotp.report.plan import format_plan, render_plan
 from autotp.report.rules import render_rules, render_verdicts
-from autotp.report.terminal import printed
-from autotp.verification.rules.check import check
+from autotp.report.terminal import print_to_terminal
+from autotp.verification.rules.check import check_rules
 
 __all__ = ["main"]
 
@@ -99,7 +99,9 @@ def _check_options(options: Namespace) -> None:
     """Check the options before the model is built and captured, which takes minutes."""
     if options.json not in (None, "-"):
         _check_directory(Path(options.json).absolute().parent, "--json")
-    read_request(**_select_options(options, "reduce_dtype", "rules", "machine"))
+    read_request(**_select_options(options, "reduce_dtype", "machine"))
+    if options.command != "rules":  # which accepts directories too
+        read_request(rules=options.rules)
     if options.command in ("rules", "shard", "merge", "generate"):
         return
     for glob, layout in options.override:
@@ -135,7 +137,7 @@ def _run_plan(options: Namespace) -> int:
     with _show_progress(f"planning {options.model} over {options.tp} ranks"):
         plan: Plan = api.plan(model, tp=options.tp, **keywords)
     if options.json != "-":
-        printed(render(plan))
+        print_to_terminal(render_plan(plan))
     _write_json(options.json, plan.to_json())
     return 0
 
@@ -148,9 +150,9 @@ def _run_dry_run(options: Namespace) -> int:
             model, tp=options.tp, rank=options.rank, **keywords
         )
     plan = Plan.from_json(str(files["plan.json"]))
-    written = _write_files({**files, "plan.txt": text(plan)}, Path(options.output))
+    written = _write_files({**files, "plan.txt": format_plan(plan)}, Path(options.output))
     if options.json != "-":
-        printed(written)
+        print_to_terminal(written)
     _write_json(options.json, plan.to_json())
     return 0
 
@@ -160,7 +162,7 @@ def _run_verify(options: Namespace) -> int:
     # the unsharded model and the shards of all ranks; in training the gradients of both
     model = materialize(model, options.seed, copies=4 if options.training else 2)
     if options.sequence is None:
-        options.sequence = min(_SHORT, positions(model) or _SHORT)
+        options.sequence = min(_SHORT, find_longest_input(model) or _SHORT)
     keywords = _collect_options(model, given, options)
     found: list[Evidence] = []
     for tp in options.tp:
@@ -168,19 +170,19 @@ def _run_verify(options: Namespace) -> int:
             found.append(api.verify(model, tp=tp, seed=options.seed, **keywords))
         if options.json != "-":
             if len(found) > 1:
-                printed("")
-            printed(render_evidence(found[-1]))
+                print_to_terminal("")
+            print_to_terminal(render_evidence(found[-1]))
     _write_json(options.json, json.dumps(encode(found), indent=1) + "\n")
     return 0 if all(evidence.ok for evidence in found) else 1
 
 
 def _run_rules(options: Namespace) -> int:
     with _report_misuse():
-        book = rulebook.load(*map(Path, options.rules))
+        book = rulebook.load_rulebook(*map(Path, options.rules))
     if options.action == "check":
         return _run_rules_check(book, options)
     if options.json != "-":
-        printed(render_rules(book.rows.values()))
+        print_to_terminal(render_rules(book.rows.values()))
     listed = {op: {**encode(row), "signature": str(row.signature)} for op, row in book.rows.items()}
     # sets of operands become sorted lists
     _write_json(options.json, json.dumps(listed, indent=1, default=sorted) + "\n")
@@ -189,9 +191,9 @@ def _run_rules(options: Namespace) -> int:
 
 def _run_rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
     with _show_progress(f"running {len(book.rows)} ops on shards"):
-        verdicts = list(check(book, ops=options.op, seed=options.seed))
+        verdicts = list(check_rules(book, ops=options.op, seed=options.seed))
     if options.json != "-":
-        printed(render_verdicts(verdicts))
+        print_to_terminal(render_verdicts(verdicts))
     _write_json(options.json, json.dumps(encode(verdicts), indent=1) + "\n")
     return 1 if any(v.verdict == "wrong" for v in verdicts) else 0
 
@@ -205,7 +207,7 @@ def _run_shard(options: Namespace) -> int:
         **_select_options(options, "dtype", "trust_remote_code", "rules"),
     )
     if options.json != "-":
-        printed(f"split {options.directory} into {plan.tp} files in {options.output}")
+        print_to_terminal(f"split {options.directory} into {plan.tp} files in {options.output}")
     _write_json(options.json, plan.to_json())
     return 0
 
@@ -218,7 +220,7 @@ def _run_merge(options: Namespace) -> int:
         trust_remote_code=options.trust_remote_code,
     )
     if options.json != "-":
-        printed(f"merged {options.directory} into {options.output}")
+        print_to_terminal(f"merged {options.directory} into {options.output}")
     _write_json(options.json, json.dumps({"output": options.output}) + "\n")
     return 0
 
@@ -281,7 +283,7 @@ def _collect_options(
     if given is None:
         sizes = {"batch": options.batch, "sequence": options.sequence, "room": options.new_tokens}
         with _report_misuse():
-            given = example_inputs(model, options.training, **sizes, advice=_FACTORY)
+            given = make_example_inputs(model, options.training, **sizes, advice=_FACTORY)
     names = ("training", "machine", "strict", "new_tokens", "reduce_dtype", "rules")
     return {
         "example_inputs": given,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autotp.algebra.split import Split
 from autotp.api import compile_on_all_ranks
-from autotp.capture.source_model import whole_of
+from autotp.capture.source_model import read_source_model
 from autotp.checkpoint.atomic_write import SafetensorsWriter, check_space, report_write_errors
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.empty_model import build_empty_model, fill_buffers
@@ -47,8 +47,8 @@ from autotp.model_source import read_config_fields
 from autotp.options import Keywords
 from autotp.planner.constraints import check_followed_plan
 from autotp.records.plan import Plan
-from autotp.runtime.group.process_group import resolve
-from autotp.runtime.ops.blocks import join
+from autotp.runtime.group.process_group import resolve_group
+from autotp.runtime.ops.blocks import concatenate_shards
 
 __all__ = ["merge_checkpoint", "shard_checkpoint"]
 
@@ -85,7 +85,7 @@ def shard_checkpoint(
         ties -= {n for n, _ in model.named_parameters()}
         tensors = prepare_tensors(model, checkpoint, allow_extra=allow_extra, quantiser=quantiser)
         untied = sorted(ties & {n for n, _ in model.named_parameters()})
-        where = resolve(tp, rank=0)
+        where = resolve_group(tp, rank=0)
         options.setdefault("training", False)
         _, compiled = compile_on_all_ranks(where, model, **options)
         plan = compiled.plan
@@ -130,7 +130,7 @@ def merge_checkpoint(
             source, dtype=manifest.torch_dtype, trust_remote_code=trust_remote_code
         )
         untie_parameters(model, list(manifest.untied))
-        check_followed_plan(plan, whole_of(model), plan.tp, training=plan.training)
+        check_followed_plan(plan, read_source_model(model), plan.tp, training=plan.training)
         for rank, own in enumerate(ranks):
             check_shards(plan, own, rank)
         mark_used_conversions(model, manifest.keys)
@@ -229,7 +229,11 @@ def _gather_parameter(name: str, plan: Plan, ranks: list[Checkpoint]) -> Tensor:
         stored = own.tensors[name]
         shards.append(torch.empty(stored.shape, dtype=stored.dtype))
         read_shard(shards[-1], stored, None, 0)
-    return shards[0] if record.dim is None else join(shards, record.dim, Split.decode(record.split))
+    return (
+        shards[0]
+        if record.dim is None
+        else concatenate_shards(shards, record.dim, Split.decode(record.split))
+    )
 
 
 def _load_progress(target: Path, job: str) -> ConversionProgress:

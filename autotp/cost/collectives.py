@@ -18,10 +18,10 @@ from autotp.errors import PlanError
 __all__ = [
     "DTYPE_BYTES",
     "OPTIMIZER_STATES",
-    "dtype_bytes",
-    "memory_bytes",
-    "time_ps",
-    "wire_bytes",
+    "count_dtype_bytes",
+    "estimate_memory_bytes",
+    "estimate_time_ps",
+    "count_wire_bytes",
 ]
 
 DTYPE_BYTES: Final[Mapping[str, int]] = {
@@ -53,15 +53,15 @@ _PASSES: Final[Mapping[str, int]] = {
 _PS_PER_SECOND: Final = 10**12
 
 
-def wire_bytes(kind: str, payload: int, tp: int) -> int:
+def count_wire_bytes(kind: str, payload: int, tp: int) -> int:
     """The bytes that one rank sends for one collective of `payload` bytes, rounded up.
 
     wire_bytes("all_reduce", 16_777_216, 2) == 16_777_216
     """
-    return _PASSES[kind] * _ceil_div(payload * (tp - 1), tp)
+    return _PASSES[kind] * _divide_up(payload * (tp - 1), tp)
 
 
-def time_ps(kind: str, payload: int, tp: int, machine: Machine) -> int:
+def estimate_time_ps(kind: str, payload: int, tp: int, machine: Machine) -> int:
     """The picoseconds of one collective of `payload` bytes over `machine`'s link for `tp` ranks.
 
     Constraints: latency and bytes of one pass are rounded up once; an all-reduce is two passes; a
@@ -70,11 +70,11 @@ def time_ps(kind: str, payload: int, tp: int, machine: Machine) -> int:
     if tp == 1:
         return 0
     link = machine.link(tp)
-    moving = _ceil_div(payload * (tp - 1) * _PS_PER_SECOND, tp * link.bytes_per_second)
+    moving = _divide_up(payload * (tp - 1) * _PS_PER_SECOND, tp * link.bytes_per_second)
     return _PASSES[kind] * (link.latency_ps + moving)
 
 
-def dtype_bytes(dtype: str) -> int:
+def count_dtype_bytes(dtype: str) -> int:
     """The bytes of one element of `dtype`, a name such as "bfloat16" or "torch.bfloat16".
 
     Constraints: raises PlanError for an unknown name.
@@ -86,7 +86,7 @@ def dtype_bytes(dtype: str) -> int:
     return size
 
 
-def memory_bytes(
+def estimate_memory_bytes(
     parameters: Mapping[str, int],
     optimizer: str = "adamw",
     state_dtype: str | None = None,
@@ -107,7 +107,7 @@ def memory_bytes(
             f"optimizer {optimizer!r} is unknown. Known are {', '.join(OPTIMIZER_STATES)}."
         )
     held = sum(parameters.values())
-    states = sum(_state_bytes(d, n, optimizer, state_dtype) for d, n in parameters.items())
+    states = sum(_count_state_bytes(d, n, optimizer, state_dtype) for d, n in parameters.items())
     return {
         "parameters": held,
         "gradients": held if training else 0,
@@ -115,12 +115,12 @@ def memory_bytes(
     }
 
 
-def _state_bytes(dtype: str, held: int, optimizer: str, state_dtype: str | None) -> int:
-    own, wanted = dtype_bytes(dtype), dtype_bytes(state_dtype or dtype)
+def _count_state_bytes(dtype: str, held: int, optimizer: str, state_dtype: str | None) -> int:
+    own, wanted = count_dtype_bytes(dtype), count_dtype_bytes(state_dtype or dtype)
     states = OPTIMIZER_STATES[optimizer]
     master = 1 if states and own != wanted else 0
     return held // own * wanted * (states + master)
 
 
-def _ceil_div(numerator: int, denominator: int) -> int:
+def _divide_up(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)

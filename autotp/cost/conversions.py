@@ -12,10 +12,10 @@ from math import ceil
 from typing import TypeAlias
 
 from autotp.algebra.placement import CONVERSIONS, IDENTITY, SUMS, Placement, Primitive
-from autotp.cost.collectives import time_ps
+from autotp.cost.collectives import estimate_time_ps
 from autotp.cost.machine import Machine
 
-__all__ = ["Cost", "Delivered", "Prices", "moved_bytes", "primitives"]
+__all__ = ["Cost", "Delivered", "Prices", "count_moved_bytes", "list_primitives"]
 
 Cost: TypeAlias = tuple[int, int, int, int]
 Delivered: TypeAlias = tuple[Placement, ...]
@@ -31,7 +31,7 @@ all-reduce a step for a residual stream whose gradient, and every norm's, is par
 layers."""
 
 
-def primitives(
+def list_primitives(
     source: Placement,
     target: Placement,
     *,
@@ -57,18 +57,18 @@ def primitives(
         return None
     if not (weight or everything) and (source.kind, target.kind) in _UNPRICED:
         return None
-    if weight and not _weight_may(source, target, training=training):
+    if weight and not _may_convert_weight(source, target, training=training):
         return None
     return conversion.forward, conversion.backward
 
 
-def _weight_may(source: Placement, target: Placement, *, training: bool) -> bool:
+def _may_convert_weight(source: Placement, target: Placement, *, training: bool) -> bool:
     """Whether a weight may change so: no collective forward or backward, outside the bucket."""
     pairs = {("R", "P"), ("R~", "R"), ("R~", "S"), ("R~", "S~")}
     return (source.kind, target.kind) in (pairs if training else pairs | {("R", "S")})
 
 
-def moved_bytes(kind: str, size: int, tp: int, padding: Fraction) -> int:
+def count_moved_bytes(kind: str, size: int, tp: int, padding: Fraction) -> int:
     """The largest tensor on a rank when a collective moves a value of `size` bytes."""
     if kind == "all_reduce":
         return size
@@ -110,7 +110,7 @@ class Prices:
     def _price(self, source: Placement, target: Placement, keep: bool) -> Cost:
         if source == target:
             return _FREE
-        steps = primitives(
+        steps = list_primitives(
             source,
             target,
             weight=self.weight,
@@ -127,8 +127,8 @@ class Prices:
 
     def _time(self, kind: str, cut: Placement) -> int:
         own = self.summed if kind in SUMS else self.size
-        size = moved_bytes(kind, own, self.tp, self.padding(cut))
-        return time_ps(kind, size, self.tp, self.machine)
+        size = count_moved_bytes(kind, own, self.tp, self.padding(cut))
+        return estimate_time_ps(kind, size, self.tp, self.machine)
 
     def tree(self, source: Placement, targets: Delivered) -> Cost:
         """The cost of the cheapest way to have every one of `targets`."""
@@ -143,9 +143,9 @@ class Prices:
         one, two = targets
         first, second = self.between(source, one), self.between(source, two)
         return min(
-            (_plus(first, second), (-1, -1)),
-            (_plus(first, self.between(one, two)), (-1, 0)),
-            (_plus(second, self.between(two, one)), (1, -1)),
+            (_add_costs(first, second), (-1, -1)),
+            (_add_costs(first, self.between(one, two)), (-1, 0)),
+            (_add_costs(second, self.between(two, one)), (1, -1)),
         )
 
     def nearest(
@@ -157,5 +157,5 @@ class Prices:
         return cost, sources[best]
 
 
-def _plus(one: Cost, two: Cost) -> Cost:
+def _add_costs(one: Cost, two: Cost) -> Cost:
     return one[0] + two[0], one[1] + two[1], one[2] + two[2], one[3] + two[3]

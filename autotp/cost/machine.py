@@ -20,7 +20,7 @@ from pathlib import Path
 from autotp.errors import PlanError
 from autotp.records.json_record import RecordError, decode
 
-__all__ = ["Link", "Machine", "load_machine", "machine_names"]
+__all__ = ["Link", "Machine", "load_machine", "list_machines"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Machine:
         return max(reaching, key=lambda link: link.bytes_per_second)
 
 
-def machine_names(root: Path) -> list[str]:
+def list_machines(root: Path) -> list[str]:
     """The names of the machines in the rules directory `root`, sorted."""
     return sorted(path.stem for path in (root / "machines").glob("*.toml"))
 
@@ -84,12 +84,12 @@ def load_machine(name_or_path: str | Path, root: Path) -> Machine:
 
     Constraints: raises PlanError for an unknown name, an unreadable file or impossible figures.
     """
-    path = _path(str(name_or_path), root)
+    path = _find_file(str(name_or_path), root)
     try:
         machine = decode(Machine, tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecordError) as error:
         raise PlanError(f"machine file {path}: {error}. {_SHAPE}") from error
-    if reason := _fault(machine):
+    if reason := _find_fault(machine):
         raise PlanError(f"machine file {path}: {reason}. {_SHAPE}")
     return machine
 
@@ -97,10 +97,10 @@ def load_machine(name_or_path: str | Path, root: Path) -> Machine:
 _SHAPE = "rules/machines/h100.toml shows every key that such a file may have."
 
 
-def _path(name: str, root: Path) -> Path:
+def _find_file(name: str, root: Path) -> Path:
     if name.endswith(".toml"):
         return Path(name)
-    known = machine_names(root)
+    known = list_machines(root)
     if name in known:
         return root / "machines" / f"{name}.toml"
     close = get_close_matches(name, known, n=1)
@@ -111,7 +111,7 @@ def _path(name: str, root: Path) -> Path:
     )
 
 
-def _fault(machine: Machine) -> str:
+def _find_fault(machine: Machine) -> str:
     """Why the figures are impossible; empty when they are fine."""
     if not machine.links:
         return "it has no [[links]]"

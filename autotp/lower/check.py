@@ -25,7 +25,7 @@ from autotp.algebra.placement import (
     Placement,
 )
 from autotp.algebra.split import Peers, Split
-from autotp.capture.graph_facts import module_path, op_name
+from autotp.capture.graph_facts import find_module_path, name_op
 from autotp.errors import VerifyError
 from autotp.oprules.rule import Operand
 from autotp.planner.analysis import (
@@ -37,7 +37,7 @@ from autotp.planner.analysis import (
 )
 from autotp.records.trace import TracedValue
 
-__all__ = ["check"]
+__all__ = ["check_types"]
 
 _OPS: dict[str, list[tuple[Kind, Kind]]] = {}
 for _kinds, _conversion in CONVERSIONS.items():
@@ -45,7 +45,7 @@ for _kinds, _conversion in CONVERSIONS.items():
 _ROWS = {c.op for kinds, c in CONVERSIONS.items() if "G" in kinds}
 
 
-def check(
+def check_types(
     graph: fx.Graph,
     values: dict[str, TracedValue],
     collectives: list[EmittedCollective],
@@ -261,7 +261,7 @@ def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
 
 
 def _name(node: fx.Node) -> tuple[str, str]:
-    namespace, _, name = op_name(node.target).partition("::")
+    namespace, _, name = name_op(node.target).partition("::")
     return namespace, name
 
 
@@ -287,5 +287,5 @@ def _counted(counts: Counter[tuple[str, str]]) -> str:
 
 
 def _at(node: fx.Node) -> str:
-    path = module_path(node)
+    path = find_module_path(node)
     return f"node {node.name}" + (f" in {path}" if path else "")

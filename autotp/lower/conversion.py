@@ -15,9 +15,9 @@ from torch.fx.node import Argument
 
 from autotp.algebra.placement import ALL_GATHER, ALL_REDUCE, CONVERSIONS, Placement
 from autotp.algebra.split import Split
-from autotp.dtypes import sum_dtype
+from autotp.dtypes import choose_sum_dtype
 
-__all__ = ["Target", "conversion"]
+__all__ = ["Target", "emit_conversion"]
 
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
@@ -38,7 +38,7 @@ class Target:
     rank: int = 0
 
 
-def conversion(
+def emit_conversion(
     node: fx.Node,
     source: Placement,
     target: Placement,
@@ -93,7 +93,7 @@ def _gather(node: fx.Node, dim: int, to: Target) -> fx.Node:
 
 def _sum(node: fx.Node, to: Target) -> fx.Node:
     own = node.meta["val"].dtype
-    wide = sum_dtype(own, to.reduce_dtype)
+    wide = choose_sum_dtype(own, to.reduce_dtype)
     if wide != own:
         node = _after(node, _aten.to.dtype, wide)
     new = _after(node, _c10d.all_reduce.default, "sum", to.group)

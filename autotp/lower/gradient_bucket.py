@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autotp.algebra.split import Peers, Split
-from autotp.dtypes import sum_dtype
+from autotp.dtypes import choose_sum_dtype
 from autotp.lower.conversion import Target
 from autotp.planner.analysis import EmittedCollective
 from autotp.records.plan import BUCKET
@@ -51,7 +51,7 @@ def _runs(
             copied = split.copied(to.tp)
             parts = {p: Fraction(n, split.length()) for p, n in copied.items()}
         for peers, part in parts.items():
-            moved.setdefault((sum_dtype(meta.dtype, to.reduce_dtype), peers), []).append(
+            moved.setdefault((choose_sum_dtype(meta.dtype, to.reduce_dtype), peers), []).append(
                 (meta, part)
             )
     return [_run(peers, everyone, items) for (_, peers), items in moved.items()]

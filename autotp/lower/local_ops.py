@@ -23,7 +23,7 @@ from autotp.lower.conversion import Target
 from autotp.planner.analysis import Use
 from autotp.planner.strategy import Strategy
 
-__all__ = ["FORMS", "Site", "local_length", "local_size"]
+__all__ = ["FORMS", "Site", "emit_local_length", "emit_local_size"]
 
 aten = torch.ops.aten
 
@@ -100,12 +100,12 @@ class Site:
 Form = Callable[[Site], fx.Node]
 
 
-def local_size(size: Argument, dim: Dim, site: Site) -> Argument:
+def emit_local_size(size: Argument, dim: Dim, site: Site) -> Argument:
     """A size argument as this rank has it: an integer, -1 as it is, or a node of the local size."""
     if size == -1:
         return size
     if not isinstance(size, fx.Node):
-        return local_length(dim, site)
+        return emit_local_length(dim, site)
     whole, local, even = _units(dim, site)
     if even:
         return site.call(operator.floordiv, size, whole // local)
@@ -124,7 +124,7 @@ def _units(dim: Dim, site: Site) -> tuple[int, int, bool]:
     return prod(e.size for e in cuts), local, split.is_even(tp)
 
 
-def local_length(dim: Dim, site: Site) -> int:
+def emit_local_length(dim: Dim, site: Site) -> int:
     """The elements of a static `dim` that one rank holds when the site's partition is cut."""
     if not site.is_cut(dim):
         return site.forest.size(dim).static or 0
@@ -149,7 +149,7 @@ def sizes(site: Site) -> fx.Node:
     local = list(cast("Sequence[Any]", listed))
     for placed in site.placed_dims(site.strategy.results[0], dims):
         if offset <= placed < offset + len(local):
-            local[placed - offset] = local_size(local[placed - offset], dims[placed], site)
+            local[placed - offset] = emit_local_size(local[placed - offset], dims[placed], site)
     site.replace(place, local)
     return site.plain()
 
@@ -167,7 +167,7 @@ def squeeze(site: Site) -> fx.Node:
 
 def repeats(site: Site) -> fx.Node:
     """Repeated elements: this rank's share of the copies; how many there are in all follows."""
-    site.give("repeats", local_length(site.use.rule.extra["copies"][0], site))
+    site.give("repeats", emit_local_length(site.use.rule.extra["copies"][0], site))
     site.give("output_size", None)
     return site.plain()
 
@@ -177,8 +177,8 @@ def cut(site: Site) -> fx.Node:
     at = cast(int, site.argument("dim")[1])
     dims = site.use.operands[0].dims
     if at % len(dims) in site.placed_dims(site.strategy.operands[0], dims):
-        start = sum(local_length(d, site) for d in site.use.rule.extra["before"])
-        length = local_length(site.use.rule.extra["piece"][0], site)
+        start = sum(emit_local_length(d, site) for d in site.use.rule.extra["before"])
+        length = emit_local_length(site.use.rule.extra["piece"][0], site)
         site.give("start", start)
         site.give("end", start + length)
         site.give("length", length)
@@ -191,7 +191,7 @@ def sections(site: Site) -> fx.Node:
     dims = site.use.operands[0].dims
     if (at or 0) % len(dims) not in site.placed_dims(site.strategy.operands[0], dims):
         return site.plain()
-    lengths = [local_length(d, site) for d in site.use.rule.extra["pieces"]]
+    lengths = [emit_local_length(d, site) for d in site.use.rule.extra["pieces"]]
     if site.argument("chunks")[1] is not None and len(set(lengths)) == 1:
         return site.plain()
     return site.graph.create_node(
@@ -253,7 +253,7 @@ def groups(site: Site) -> fx.Node:
     (dim,) = site.use.rule.extra["groups"]
     if site.is_cut(dim):
         for name in ("groups", "num_groups"):
-            site.give(name, local_length(dim, site))
+            site.give(name, emit_local_length(dim, site))
     return site.plain()
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autotp.capture.graph_facts import expression_of
+from autotp.capture.graph_facts import find_expression
 
-__all__ = ["Kept"]
+__all__ = ["MetaPool"]
 
 
 @dataclass(slots=True)
-class Kept:
+class MetaPool:
     """The values kept so far: what a value says to the value.
 
     Example: `kept.of(node)` has the very `val` that an earlier node of the same shape has.
@@ -49,5 +49,5 @@ def _said(val: object) -> Hashable:
     if type(val) is not FakeTensor or val.layout != torch.strided:
         return None
     numbers = (*val.shape, *val.stride(), val.storage_offset())
-    sizes = tuple(expression_of(n) for n in numbers)
+    sizes = tuple(find_expression(n) for n in numbers)
     return (sizes, val.dtype, val.device, val.requires_grad, id(val.fake_mode))

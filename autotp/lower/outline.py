@@ -14,9 +14,9 @@ from typing import TypeAlias
 from torch import fx
 from torch.fx.node import Argument, Target, map_arg
 
-from autotp.capture.graph_facts import module_path, module_paths, op_name
-from autotp.lower.node_meta import Kept
-from autotp.lower.regions import ROOT, SYM_SIZE, Flat, order
+from autotp.capture.graph_facts import find_module_path, list_module_paths, name_op
+from autotp.lower.node_meta import MetaPool
+from autotp.lower.regions import ROOT, SYM_SIZE, Flat, order_regions
 from autotp.runtime.layered_graph import LayeredGraph
 
 __all__ = ["outline"]
@@ -25,7 +25,7 @@ Arguments: TypeAlias = tuple[Argument, ...]
 Named: TypeAlias = dict[str, Argument]
 
 
-def outline(graph: fx.Graph, kept: Kept | None = None) -> LayeredGraph:
+def outline(graph: fx.Graph, kept: MetaPool | None = None) -> LayeredGraph:
     """The flat `graph` as a root and layers; what their meta have in common is one with `kept`'s.
 
     Example: `outline(program.graph).layers["model.layers.0"].python_code("self").src`.
@@ -37,8 +37,8 @@ def outline(graph: fx.Graph, kept: Kept | None = None) -> LayeredGraph:
       each other's results in a circle stay in the root.
     """
     flat = Flat(graph)
-    units = order(flat)
-    names, kept = _names(graph), kept or Kept()
+    units = order_regions(flat)
+    names, kept = _name_nodes(graph), kept or MetaPool()
     root = _Writer(flat, ROOT, names, kept)
     layers: dict[str, fx.Graph] = {}
     origin = root.origin
@@ -61,7 +61,7 @@ class _Writer:
     flat: Flat
     path: str
     names: Mapping[fx.Node, str]
-    kept: Kept
+    kept: MetaPool
     graph: fx.Graph = field(default_factory=fx.Graph)
     origin: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     new: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
@@ -116,15 +116,15 @@ class _Writer:
 
     def _record(self, node: fx.Node, new: fx.Node) -> None:
         new.meta = self.kept.of(node)
-        if not module_paths(node):
+        if not list_module_paths(node):
             new.meta.pop("nn_module_stack", None)
         self.origin[new] = node.name
         self.new[node] = new
 
 
-def _names(graph: fx.Graph) -> dict[fx.Node, str]:
+def _name_nodes(graph: fx.Graph) -> dict[fx.Node, str]:
     """What to call each result: by its module if it is what a leaf module gives, else by its op."""
-    parents = {path for node in graph.nodes for path in module_paths(node)[:-1]}
+    parents = {path for node in graph.nodes for path in list_module_paths(node)[:-1]}
     names = {n: n.name for n in graph.nodes if n.op == "placeholder"}
     for node in graph.nodes:
         if node.op == "call_function":
@@ -135,12 +135,12 @@ def _names(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def _function_name(node: fx.Node) -> str:
-    name = op_name(node.target) or getattr(node.target, "__name__", "")
+    name = name_op(node.target) or getattr(node.target, "__name__", "")
     return name.split("::")[-1].strip("_")
 
 
 def _module_name(node: fx.Node, parents: set[str]) -> str:
-    path = module_path(node)
+    path = find_module_path(node)
     name = path.rpartition(".")[2]
-    leaves = path not in parents and all(module_path(user) != path for user in node.users)
+    leaves = path not in parents and all(find_module_path(user) != path for user in node.users)
     return name if leaves and name != "self" and not name.isdigit() else ""

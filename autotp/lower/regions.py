@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from autotp.algebra.placement import CONVERSION_OPS
-from autotp.capture.graph_facts import module_paths, op_name
+from autotp.capture.graph_facts import list_module_paths, name_op
 
-__all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "order"]
+__all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "order_regions"]
 
 ROOT = ""
 SYM_SIZE = torch.ops.aten.sym_size.int
@@ -101,7 +101,7 @@ class Flat:
         return path if str(node.target).startswith(f"{path}.") else ROOT
 
 
-def order(flat: Flat) -> list[Unit]:
+def order_regions(flat: Flat) -> list[Unit]:
     """Regions and root nodes, each after what it needs, else by program order."""
     while True:
         flat.settle()
@@ -188,14 +188,14 @@ def _home(node: fx.Node, region: Mapping[fx.Node, str], position: Mapping[fx.Nod
     producers = [i for i in node.all_input_nodes if i in region]
     if producers and _follows(node):
         return region[max(producers, key=position.__getitem__)]
-    matches = (_LAYER.match(path) for path in module_paths(node))
+    matches = (_LAYER.match(path) for path in list_module_paths(node))
     return next((match[1] for match in matches if match), ROOT)
 
 
 def _follows(node: fx.Node) -> bool:
     """Whether the nodes around `node` decide its region, not its module stack."""
     item = node.target is operator.getitem
-    return item or not module_paths(node) or op_name(node.target) in _FREE
+    return item or not list_module_paths(node) or name_op(node.target) in _FREE
 
 
 def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
@@ -203,7 +203,7 @@ def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     made_of_values = any(i in region for i in node.all_input_nodes)
-    return not made_of_values or op_name(node.target) in _FREE
+    return not made_of_values or name_op(node.target) in _FREE
 
 
 def _sizes(graph: fx.Graph) -> dict[fx.Node, Any]:

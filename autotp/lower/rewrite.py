@@ -22,9 +22,15 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, expression_of, module_path, module_paths, source_of
+from autotp.capture.graph_facts import (
+    Value,
+    find_expression,
+    find_module_path,
+    find_source,
+    list_module_paths,
+)
 from autotp.cost.conversions import Delivered
-from autotp.lower.conversion import Target, conversion
+from autotp.lower.conversion import Target, emit_conversion
 from autotp.lower.gradient_bucket import share_gradients
 from autotp.lower.local_ops import FORMS, Site
 from autotp.oprules.rule import Operand
@@ -96,7 +102,7 @@ class _Writer:
                 self._output(node)
             elif node in self.analysis.uses:
                 self._use(self.analysis.uses[node])
-            elif source_of(node) in self.analysis.dims:
+            elif find_source(node) in self.analysis.dims:
                 self._item(node)
             elif node.op != "placeholder":
                 self._copy(node)
@@ -121,7 +127,7 @@ class _Writer:
         """The new node of `node` in whatever placement it has: for sizes, which are never split."""
         if node in self.plain:
             return self.plain[node]
-        return self.placed[source_of(node)][self.made[source_of(node)]]
+        return self.placed[find_source(node)][self.made[find_source(node)]]
 
     def _share(self) -> None:
         """Parameters with a partial gradient, behind the one bucket that sums their gradients."""
@@ -154,7 +160,7 @@ class _Writer:
 
     def _item(self, node: fx.Node) -> None:
         """A parameter, or one result of a node with several."""
-        value = source_of(node)
+        value = find_source(node)
         if node.op == "get_attr":
             placement = self.decision.parameters[str(node.target)]
             self.made[value] = placement
@@ -224,10 +230,10 @@ class _Writer:
         def given(old: Any, number: int) -> Any:
             if not isinstance(old, fx.Node):
                 return old
-            if source_of(old) not in self.analysis.dims:
+            if find_source(old) not in self.analysis.dims:
                 return self.plain[old]
             wanted = kept.get(number, REPLICATED)
-            return self._converted(source_of(old), wanted, keep=False, reader=node)
+            return self._converted(find_source(old), wanted, keep=False, reader=node)
 
         outputs = cast("tuple[Any, ...]", node.args[0])
         new = self.graph.output(tuple(given(old, k) for k, old in enumerate(outputs)))
@@ -322,14 +328,16 @@ class _Writer:
     ) -> fx.Node:
         grouped = [p for p in (source, target) if p.is_grouped]
         bounds = self._bounds(dims[grouped[0].dim]) if grouped else None
-        return conversion(node, source, target, lambda p: self._split(dims, p), self.target, bounds)
+        return emit_conversion(
+            node, source, target, lambda p: self._split(dims, p), self.target, bounds
+        )
 
     def _bounds(self, dim: Dim) -> fx.Node:
         """The new node whose value says where the groups of a dim's rows end."""
         groups = self.forest.flat(dim)[0].groups
         assert groups, "rows are grouped by their bounds"
         node = self.named[groups.bounds]
-        value = source_of(node)
+        value = find_source(node)
         if value not in self.analysis.dims:
             return self.plain[node]
         return self._converted(value, REPLICATED, keep=False, reader=node)
@@ -358,7 +366,7 @@ class _Writer:
         shape: list[Any] = list(meta.shape)
         for step in self._cut_apart(placement, dims):
             shape[step.dim] = self._local_size(shape[step.dim], self._split(dims, step))
-        key = (meta.dtype, tuple(expression_of(n) for n in shape))
+        key = (meta.dtype, tuple(find_expression(n) for n in shape))
         found = self.locals.get(key)
         if found is None:
             found = self.locals[key] = meta.new_empty(shape)
@@ -398,7 +406,7 @@ class Causes:
 
     def __init__(self, analysis: Analysis, decision: Decision) -> None:
         self.analysis, self.decision = analysis, decision
-        paths = (module_paths(node) for node in analysis.program.graph.nodes)
+        paths = (list_module_paths(node) for node in analysis.program.graph.nodes)
         self.parents = {path for stack in paths for path in stack[:-1]}
 
     def forward(self, value: Value, source: Placement, target: Placement) -> tuple[str, ...]:
@@ -422,7 +430,7 @@ class Causes:
 
     def where(self, node: fx.Node) -> str:
         """The module path of a node; with its op where the module is more than that op's."""
-        path = module_path(node)
+        path = find_module_path(node)
         if not path:
             return node.name
         return f"{path}.({_op_name(node)})" if path in self.parents else path

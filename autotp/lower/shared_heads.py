@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.capture.graph_facts import sizes_text
+from autotp.capture.graph_facts import spell_sizes
 
-__all__ = ["with_shared_heads"]
+__all__ = ["share_heads"]
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -21,7 +21,7 @@ _SHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 _WIDEST = 256  # the largest head that the kernels without a mask take
 
 
-def with_shared_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
+def share_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """A copy of `graph` whose attentions share heads where they can; else `graph` itself.
 
     Constraints:
@@ -47,7 +47,7 @@ def _can(node: fx.Node, device: torch.device) -> bool:
         return False
     _, key, value = nodes
     sources = _repeated(key), _repeated(value)
-    if None in sources or len({sizes_text(s)[HEADS] for s in sources if s is not None}) != 1:
+    if None in sources or len({spell_sizes(s)[HEADS] for s in sources if s is not None}) != 1:
         return False
     masked = (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is not None
     sizes = [n.meta["val"].shape[-1] for n in (key, value)]
@@ -75,13 +75,13 @@ def _repeated(node: fx.Node) -> fx.Node | None:
 
 def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
     """Whether the sizes are not those of heads repeated: batch, heads, copies, length, size."""
-    batch, heads, length, size = sizes_text(source)
-    b, h, _, n, e = sizes_text(wide)
+    batch, heads, length, size = spell_sizes(source)
+    b, h, _, n, e = spell_sizes(wide)
     shape = node.meta["val"].shape
     copies = wide.meta["val"].shape[HEADS + 1]
     known = type(shape[HEADS]) is int and type(copies) is int and heads.isdigit()
-    kept = (b, h, n, e) == (batch, heads, length, size) == (*sizes_text(node)[:1], heads, n, e)
-    same = len(shape) == 4 and sizes_text(node)[2:] == [length, size]
+    kept = (b, h, n, e) == (batch, heads, length, size) == (*spell_sizes(node)[:1], heads, n, e)
+    same = len(shape) == 4 and spell_sizes(node)[2:] == [length, size]
     return not (known and kept and same and int(heads) * copies == shape[HEADS])
 
 

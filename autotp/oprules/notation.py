@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from autotp.errors import RuleError
 
-__all__ = ["ELLIPSIS", "Pattern", "Signature", "parse"]
+__all__ = ["ELLIPSIS", "Pattern", "Signature", "parse_rule"]
 
 ELLIPSIS = "..."
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|\(|\)|\S)")
@@ -46,7 +46,7 @@ class Signature:
         return " -> ".join(sides)
 
 
-def parse(text: str) -> Signature:
+def parse_rule(text: str) -> Signature:
     """The signature that `text` writes; RuleError says which token is wrong and shows the rule."""
     try:
         return _parse(text)

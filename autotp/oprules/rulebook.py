@@ -19,30 +19,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from autotp.errors import RuleError
-from autotp.oprules.notation import ELLIPSIS, Signature, parse
+from autotp.oprules.notation import ELLIPSIS, Signature, parse_rule
+from autotp.oprules.row_keys import ROW_KEYS, check_row_types, is_list_of
 from autotp.oprules.rule import Row
 
-__all__ = ["Differing", "Role", "Rulebook", "load", "root"]
+__all__ = ["Differing", "Role", "Rulebook", "load_rulebook", "find_rules_root"]
 
-_KEYS = {
-    "ops",
-    "rule",
-    "reduce",
-    "whole",
-    "aligned",
-    "block",
-    "linear",
-    "bias",
-    "derive",
-    "options",
-    "emit",
-    "loss",
-    "moves",
-    "stops",
-    "samples",
-    "samples_of",
-    "note",
-}
 _JOINS = {"sum", "mean", "max", "none"}
 
 
@@ -80,7 +62,7 @@ class Rulebook:
     extended: frozenset[str] = frozenset()
 
 
-def root() -> Path:
+def find_rules_root() -> Path:
     """The directory of the rules: inside the package when installed, else the checkout's
     `rules/`.
     """
@@ -94,17 +76,17 @@ def root() -> Path:
     )
 
 
-def load(*paths: Path) -> Rulebook:
+def load_rulebook(*paths: Path) -> Rulebook:
     """Read autotp's own rules, with those of `paths` merged over them.
 
     - A file replaces the rows of the ops that it names, and adds to `differing`.
     - A directory that has a roles.toml is a rulebook of its own, and replaces autotp's.
 
-    Example: `load(Path("my_rules.toml")).rows["mylib.scale.default"]`.
+    Example: `load_rulebook(Path("my_rules.toml")).rows["mylib.scale.default"]`.
 
     Raises RuleError, which names the file, the row and the key.
     """
-    book = _load_directory(root())
+    book = _load_directory(find_rules_root())
     for path in paths:
         book = _load_directory(path) if path.is_dir() else _merge_file(book, path)
     return book
@@ -134,7 +116,9 @@ def _merge_file(book: Rulebook, path: Path) -> Rulebook:
     unknown = sorted(set(content) - {"row", "differing"})
     if unknown or not content:
         what = f"has the unknown table {unknown[0]!r}" if unknown else "is empty"
-        raise RuleError(f"{path}: {what}. Give [[row]] entries, as docs/add-a-rule.md shows.")
+        raise RuleError(
+            f"{path}: {what}. Give [[row]] entries, as docs/how-to/add-a-rule.md shows."
+        )
     rows: dict[str, Row] = {}
     for row in _rows(path, content):
         if row.op in rows:
@@ -158,7 +142,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _rows(path: Path, content: Mapping[str, Any]) -> Iterator[Row]:
-    for number, entry in enumerate(cast("list[dict[str, Any]]", content.get("row", [])), 1):
+    for number, entry in enumerate(_list_tables(path, content, "row"), 1):
         where = f"{path}, row {number}"
         try:
             yield from _row(entry, path.name)
@@ -166,15 +150,21 @@ def _rows(path: Path, content: Mapping[str, Any]) -> Iterator[Row]:
             raise RuleError(f"{where}: {error}") from None
 
 
+def _list_tables(path: Path, content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """List the tables [[name]] of a file."""
+    tables: object = content.get(name, [])
+    if not is_list_of(tables, dict):
+        raise RuleError(f"{path}: {name!r} is not a list of tables. Write [[{name}]] above each.")
+    return cast("list[dict[str, Any]]", tables)
+
+
 def _row(entry: dict[str, Any], source: str) -> Iterator[Row]:
-    unknown = sorted(set(entry) - _KEYS)
-    if unknown:
-        raise RuleError(f"unknown key {unknown[0]!r}; the keys are {', '.join(sorted(_KEYS))}")
+    check_row_types(entry)
     if not entry.get("ops"):
         raise RuleError('names no op: set ops = ["namespace.name.overload"]')
     if ("rule" in entry) == ("derive" in entry):
         raise RuleError("needs exactly one of `rule` and `derive`")
-    signature = parse(entry["rule"]) if "rule" in entry else None
+    signature = parse_rule(entry["rule"]) if "rule" in entry else None
     _check(entry, signature)
     samples = _samples(entry)
     for op in entry["ops"]:
@@ -208,9 +198,9 @@ def _samples(entry: dict[str, Any]) -> dict[str, tuple[str, ...]]:
                 f"`samples_of` has {op!r}, which is not one of the row's `ops`. Add it to `ops`; "
                 "if it is a key of the row, write it above [row.samples_of]"
             )
-    for key, calls in {"samples": shared, **own}.items():
-        if not isinstance(calls, list) or not all(isinstance(x, str) for x in cast(Any, calls)):
-            raise RuleError(f'`{key}` must be a list of calls as text, such as ["real(6, 12), 1"]')
+    for op, calls in own.items():
+        if not is_list_of(calls, str):
+            raise RuleError(f"`{op}` must be {ROW_KEYS['samples'][1]}, not {calls!r}")
     return {op: tuple(own.get(op, shared)) for op in entry["ops"]}
 
 
@@ -249,12 +239,13 @@ def _roles(path: Path) -> tuple[Role, ...]:
 
 def _differing(path: Path, content: Mapping[str, Any]) -> dict[str, tuple[Differing, ...]]:
     found: dict[str, tuple[Differing, ...]] = {}
-    entries = cast("list[dict[str, Any]]", content.get("differing", []))
-    for number, entry in enumerate(entries, 1):
+    for number, entry in enumerate(_list_tables(path, content, "differing"), 1):
         if entry.get("phase") not in ("forward", "backward") or not entry.get("why"):
             raise RuleError(
                 f"{path}, entry {number}: needs a `phase`, forward or backward, and a `why`"
             )
+        if not is_list_of(entry.get("ops"), str):
+            raise RuleError(f"{path}, entry {number}: `ops` must be {ROW_KEYS['ops'][1]}")
         for op in entry["ops"]:
             found[op] = (*found.get(op, ()), Differing(entry["phase"], entry["why"]))
     return found

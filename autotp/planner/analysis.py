@@ -16,7 +16,7 @@ from torch import fx
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, results_of, source_of
+from autotp.capture.graph_facts import Value, find_source, list_results
 from autotp.capture.program import Program
 from autotp.cost.conversions import Delivered, Prices
 from autotp.oprules.rule import Discovery, NodeRule, Operand, Row
@@ -215,10 +215,10 @@ def list_cache_outputs(analysis: Analysis) -> list[CacheOutput]:
     found: list[CacheOutput] = []
     for number, carried in program.carried.items():
         node = outputs[number]
-        if isinstance(node, fx.Node) and source_of(node) in analysis.dims:
+        if isinstance(node, fx.Node) and find_source(node) in analysis.dims:
             taken = inputs.get(carried.taken.replace(".", "_"))
             known = taken is not None and (taken, 0) in analysis.dims
-            value = source_of(node)
+            value = find_source(node)
             found.append(CacheOutput(number, carried.path, value, taken if known else None))
     return found
 
@@ -228,7 +228,7 @@ def list_model_outputs(analysis: Analysis) -> set[Value]:
     outputs = cast("Sequence[object]", analysis.program.graph.output_node().args[0])
     carried = analysis.program.carried
     nodes = [n for k, n in enumerate(outputs) if k not in carried and isinstance(n, fx.Node)]
-    return {source_of(n) for n in nodes}
+    return {find_source(n) for n in nodes}
 
 
 def find_differentiated_nodes(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
@@ -273,5 +273,5 @@ def _requires_grad(node: fx.Node) -> bool:
 
 def _takes_gradient(node: fx.Node) -> bool:
     return "val" not in node.meta or any(
-        t.is_floating_point() or t.is_complex() for t in results_of(node).values()
+        t.is_floating_point() or t.is_complex() for t in list_results(node).values()
     )

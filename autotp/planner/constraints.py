@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from autotp.algebra.axis import Atom
 from autotp.algebra.placement import Placement, split
-from autotp.capture.source_model import Whole, fingerprint
+from autotp.capture.source_model import SourceModel, compute_fingerprint
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching
 from autotp.planner.layouts import Layouts, check_layout, matches_glob
@@ -28,12 +28,12 @@ _NO_SUCH_DIM = {
 }
 
 
-def check_followed_plan(drawn: Plan, whole: Whole, tp: int, *, training: bool) -> Plan:
+def check_followed_plan(drawn: Plan, whole: SourceModel, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
     where = f"plan= (for {drawn.model}, tp {drawn.tp})"
     if drawn.tp != tp:
         raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={drawn.tp}.")
-    if drawn.fingerprint != fingerprint(whole):
+    if drawn.fingerprint != compute_fingerprint(whole):
         raise PlanError(
             f"{where}: its {len(drawn.parameters)} parameters are not the "
             f"{len(whole.parameters)} of {whole.name}{_describe_difference(drawn, whole)}. "
@@ -53,7 +53,11 @@ def constrain_to_plan(plan: Plan, analysis: Analysis) -> dict[str, "PlanConstrai
 
 
 def constrain_to_overrides(
-    overrides: Mapping[str, str], whole: Whole, analysis: Analysis, matching: Matching, tp: int
+    overrides: Mapping[str, str],
+    whole: SourceModel,
+    analysis: Analysis,
+    matching: Matching,
+    tp: int,
 ) -> dict[str, "OverrideConstraint"]:
     """What `overrides` (globs to layouts) leave to the parameters they name; later ones win.
 
@@ -173,7 +177,7 @@ class OverrideConstraint:
         return " or ".join(dict.fromkeys(told)).removeprefix("one ")
 
 
-def _match_glob(glob: str, layout: str, whole: Whole, analysis: Analysis) -> list[str]:
+def _match_glob(glob: str, layout: str, whole: SourceModel, analysis: Analysis) -> list[str]:
     """The parameters that a glob names."""
     check_layout(glob, layout)
     names = [n for n in analysis.parameters if matches_glob(n, glob)]
@@ -187,7 +191,7 @@ def _match_glob(glob: str, layout: str, whole: Whole, analysis: Analysis) -> lis
     return names
 
 
-def _describe_difference(drawn: Plan, whole: Whole) -> str:
+def _describe_difference(drawn: Plan, whole: SourceModel) -> str:
     for name, record in drawn.parameters.items():
         tensor = whole.parameters.get(name)
         if tensor is None:

@@ -26,8 +26,8 @@ from torch import fx
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, source_of
-from autotp.cost.collectives import time_ps
+from autotp.capture.graph_facts import Value, find_source
+from autotp.cost.collectives import estimate_time_ps
 from autotp.cost.conversions import Cost, Delivered, Prices
 from autotp.errors import PlanError
 from autotp.planner.analysis import (
@@ -131,7 +131,7 @@ class _Formulation:
 
     def _output_values(self) -> list[Value]:
         found = list_model_outputs(self.analysis)
-        every = [source_of(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
+        every = [find_source(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
         return [v for v in dict.fromkeys(every) if v in found and v in self.analysis.dims]
 
     def _strategies(self, use: Use) -> tuple[Strategy, ...]:
@@ -447,8 +447,8 @@ class WeightCosts:
 
     def _moving(self, size: int, ranks: int) -> int:
         machine = self.terms.request.machine
-        nothing = time_ps("all_reduce", 0, ranks, machine)
-        return time_ps("all_reduce", size, ranks, machine) - nothing
+        nothing = estimate_time_ps("all_reduce", 0, ranks, machine)
+        return estimate_time_ps("all_reduce", size, ranks, machine) - nothing
 
 
 Cut = tuple[int | None, tuple[int, ...]]

@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from autotp.algebra.axis import Atom, Dim, Forest
-from autotp.capture.graph_facts import Value, source_of
+from autotp.capture.graph_facts import Value, find_source
 from autotp.oprules.rule import Factor
 from autotp.oprules.rulebook import Role, Rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, list_model_outputs
@@ -430,7 +430,7 @@ def is_vocabulary(use: Use, k: int, analysis: Analysis, rulebook: Rulebook) -> b
 def _is_moved_input(node: fx.Node, rulebook: Rulebook, seen: set[fx.Node]) -> bool:
     if node.op == "placeholder" or node.target in ALIKE:
         return True
-    node = source_of(node)[0]
+    node = find_source(node)[0]
     row = rulebook.rows.get(str(node.target))
     if node in seen or row is None or not row.moves:
         return False

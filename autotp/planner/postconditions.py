@@ -15,13 +15,13 @@ from torch import fx
 from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.placement import REPLICATED, Placement
 from autotp.algebra.size import Size
-from autotp.capture.graph_facts import Value, results_of, source_of, whereabouts
+from autotp.capture.graph_facts import Value, describe_node, find_source, list_results
 from autotp.capture.sizes import Sizes
 from autotp.oprules.rule import Factor, Operand, Slot
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use
 from autotp.planner.formulate import PlacementProblem
-from autotp.solver.problem import LEVELS, Edge, Problem, Variable
+from autotp.solver.problem import LEVELS, Problem
 
 __all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"]
 
@@ -37,7 +37,7 @@ def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str
     yield from _flag_faults(analysis)
     reader = _RuleReader(analysis)
     for use in analysis.uses.values():
-        yield from (f"{whereabouts(use.node)}: {reason}" for reason in reader.faults(use))
+        yield from (f"{describe_node(use.node)}: {reason}" for reason in reader.faults(use))
     yield from _unruled_faults(analysis)
 
 
@@ -73,13 +73,12 @@ def _coverage_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
     for number, node in enumerate(analysis.program.graph.nodes):
         order[node] = number
         row = rulebook.rows.get(str(node.target))
-        if node.op != "call_function" or source_of(node)[0] is not node or node in analysis.uses:
+        if node.op != "call_function" or find_source(node)[0] is not node or node in analysis.uses:
             continue
-        read = [n for n in node.all_input_nodes if source_of(n) in analysis.dims]
-        free = not read or (row is not None and row.derive == "constant")
-        if not free and str(node.target) != "aten.sym_size.int":
+        read = [n for n in node.all_input_nodes if find_source(n) in analysis.dims]
+        if read and str(node.target) != "aten.sym_size.int":
             yield (
-                f"{whereabouts(node)}: reads {read[0].name}, which depends on a parameter, but was "
+                f"{describe_node(node)}: reads {read[0].name}, which depends on a parameter, but was "
                 "not analysed"
             )
     places = [order.get(node, -1) for node in analysis.uses]
@@ -93,14 +92,14 @@ def _dim_faults(analysis: Analysis) -> Iterator[str]:
     if analysis.dims.keys() != analysis.metas.keys():
         yield f"{len(analysis.dims)} values have dims, {len(analysis.metas)} have metas"
     for (node, number), dims in analysis.dims.items():
-        meta = results_of(node).get(number)
+        meta = list_results(node).get(number)
         if meta is None:
-            yield f"{whereabouts(node)}: has no result {number}, but dims for it"
+            yield f"{describe_node(node)}: has no result {number}, but dims for it"
             continue
         found, wanted = tuple(forest.size(d) for d in dims), sizes.of(meta)
         if found != wanted:
             yield (
-                f"{whereabouts(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
+                f"{describe_node(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
                 f"have sizes {_listed(found)}: {', '.join(forest.text(d) for d in dims)}"
             )
 
@@ -109,15 +108,15 @@ def _flag_faults(analysis: Analysis) -> Iterator[str]:
     """Weights and differentiable values have dims; gradients are of floating-point values."""
     for name, node in analysis.parameters.items():
         if (node, 0) not in analysis.weights or str(node.target) != name:
-            yield f"parameter {name} is read by {whereabouts(node)}, which is not its weight"
+            yield f"parameter {name} is read by {describe_node(node)}, which is not its weight"
     for kind in ("weights", "differentiable"):
         flagged: set[Value] = getattr(analysis, kind)
         for node, number in flagged - analysis.dims.keys():
-            yield f"{whereabouts(node)}: result {number} is among {kind}, but has no dims"
+            yield f"{describe_node(node)}: result {number} is among {kind}, but has no dims"
     for value in analysis.differentiable & analysis.metas.keys():
         dtype = analysis.metas[value].dtype
         if not dtype.is_floating_point and not dtype.is_complex:
-            yield f"{whereabouts(value[0])}: takes a gradient, but is of {dtype}"
+            yield f"{describe_node(value[0])}: takes a gradient, but is of {dtype}"
 
 
 @dataclass(slots=True)
@@ -147,9 +146,9 @@ class _RuleReader:
         if not isinstance(found, fx.Node):
             yield f"is argument {operand.argument} of the node, which is {found!r}, not a tensor"
             return
-        dims = analysis.dims.get(source_of(found))
+        dims = analysis.dims.get(find_source(found))
         if dims is not None:
-            if source_of(found) != operand.value or dims != operand.dims:
+            if find_source(found) != operand.value or dims != operand.dims:
                 yield f"is {found.name}, but the rule was found for {operand.value[0].name}"
             return
         sizes = tuple(analysis.forest.size(d) for d in operand.dims)
@@ -158,7 +157,7 @@ class _RuleReader:
             yield f"({found.name}) has sizes {_listed(wanted)}, but its dims have {_listed(sizes)}"
 
     def _results(self, use: Use) -> Iterator[str]:
-        made, given = results_of(use.node), use.rule.results
+        made, given = list_results(use.node), use.rule.results
         if len(given) != max(made, default=-1) + 1:
             yield f"its rule gives {len(given)} results, the node makes {len(made)}"
             return
@@ -225,17 +224,17 @@ def _unruled_faults(analysis: Analysis) -> Iterator[str]:
     """A node with results is unruled exactly where it has no rule, found or written."""
     unruled = set(analysis.unruled)
     for node, use in analysis.uses.items():
-        if (node in unruled) != (not use.rule.ruled and bool(results_of(node))):
+        if (node in unruled) != (not use.rule.ruled and bool(list_results(node))):
             yield (
-                f"{whereabouts(node)}: listed as unruled is {node in unruled}, but its rule says "
+                f"{describe_node(node)}: listed as unruled is {node in unruled}, but its rule says "
                 f"ruled={use.rule.ruled}"
             )
     for node in unruled - analysis.uses.keys():
-        yield f"{whereabouts(node)}: is listed as unruled, but was not analysed"
+        yield f"{describe_node(node)}: is listed as unruled, but was not analysed"
     for node, found in analysis.discovered.items():
         if found.op != str(node.target) or (found.row is None) != (node in unruled):
             yield (
-                f"{whereabouts(node)}: running {found.op} found "
+                f"{describe_node(node)}: running {found.op} found "
                 f"{found.row or f'no rule ({found.reason})'}, but the node is "
                 f"{'unruled' if node in unruled else 'ruled'}"
             )
@@ -357,59 +356,44 @@ def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator
     if problem.levels != LEVELS:
         yield f"the problem has levels {problem.levels}, not {LEVELS}"
         return
-    shapes = list(_shape_faults(problem))
-    yield from shapes
-    yield from _negative_faults(problem)
-    if shapes:
+    malformed = [*_choice_faults(problem), *_table_faults(problem)]
+    yield from malformed
+    if malformed:
         return
     meanings = list(_meanings(posed))
     yield from _meaning_faults(analysis, posed, meanings)
     yield from _domain_faults(analysis, posed)
-    if len(meanings) == len({v for v, _ in meanings}):
-        yield from _replicated_faults(problem, dict(meanings))
+    yield from _replicated_faults(problem, dict(meanings))
 
 
-def _shape_faults(problem: Problem) -> Iterator[str]:
-    count = len(problem.variables)
+def _choice_faults(problem: Problem) -> Iterator[str]:
     for variable in problem.variables:
         if not variable.domain:
             yield f"variable {variable.name} has no choice"
         if len(set(variable.domain)) != len(variable.domain):
             yield f"variable {variable.name} has a choice twice: {', '.join(variable.domain)}"
-        yield from _table_faults(variable, variable.costs, (len(variable.domain),))
-    for edge in problem.edges:
-        ends = edge.first, edge.second
-        if edge.first == edge.second or not all(0 <= v < count for v in ends):
-            yield f"an edge joins the variables {ends} of {count}"
+
+
+def _tables(problem: Problem) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
+    """The costs of each variable and edge, with the one or two variables that they are of."""
+    yield from (((k,), variable.costs) for k, variable in enumerate(problem.variables))
+    yield from (((edge.first, edge.second), edge.costs) for edge in problem.edges)
+
+
+def _table_faults(problem: Problem) -> Iterator[str]:
+    """Costs are of existing variables, one for each choice, and never negative."""
+    variables, seen = problem.variables, set[int]()
+    for ends, costs in _tables(problem):
+        if len(set(ends)) < len(ends) or not all(0 <= v < len(variables) for v in ends):
+            yield f"an edge joins the variables {ends} of {len(variables)}"
             continue
-        shape = tuple(len(problem.variables[v].domain) for v in ends)
-        yield from _table_faults((problem, edge), edge.costs, shape)
-
-
-def _table_faults(
-    of: Variable | tuple[Problem, Edge], costs: NDArray[np.int64], shape: tuple[int, ...]
-) -> Iterator[str]:
-    wanted = (len(LEVELS), *shape)
-    if costs.shape != wanted or costs.dtype != np.int64:
-        yield f"{_owner(of)}: its costs are {costs.dtype} of {costs.shape}, not int64 of {wanted}"
-
-
-def _owner(of: Variable | tuple[Problem, Edge]) -> str:
-    if isinstance(of, Variable):
-        return f"variable {of.name}"
-    problem, edge = of
-    return f"edge {problem.variables[edge.first].name} – {problem.variables[edge.second].name}"
-
-
-def _negative_faults(problem: Problem) -> Iterator[str]:
-    """No cost is negative; tables are shared, so each is looked at once."""
-    seen: set[int] = set()
-    owners = [*problem.variables, *((problem, edge) for edge in problem.edges)]
-    for owner in owners:
-        costs = owner.costs if isinstance(owner, Variable) else owner[1].costs
-        if id(costs) not in seen and costs.size and costs.min() < 0:
+        names = " – ".join(variables[v].name for v in ends)
+        wanted = (len(LEVELS), *(len(variables[v].domain) for v in ends))
+        if costs.shape != wanted or costs.dtype != np.int64:
+            yield f"{names}: its costs are {costs.dtype} of {costs.shape}, not int64 of {wanted}"
+        if id(costs) not in seen and costs.size and costs.min() < 0:  # tables are shared
             level = LEVELS[int(np.argwhere(costs < 0)[0][0])]
-            yield f"{_owner(owner)}: has a negative cost, {costs.min()}, at level {level}"
+            yield f"{names}: has a negative cost, {costs.min()}, at level {level}"
         seen.add(id(costs))
 
 
@@ -425,7 +409,7 @@ def _meaning_faults(
     """Everything that was analysed is decided by one variable of its own, choice by choice."""
     variables = posed.problem.variables
     for node in analysis.uses.keys() - posed.uses.keys():
-        yield f"{whereabouts(node)}: has no variable for its strategy"
+        yield f"{describe_node(node)}: has no variable for its strategy"
     for name in analysis.parameters.keys() - posed.parameters.keys():
         yield f"parameter {name} has no variable for its placement"
     seen: set[int] = set()
@@ -448,14 +432,14 @@ def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
     for node, (_, strategies) in posed.uses.items():
         use = analysis.uses.get(node)
         if use is None:
-            yield f"{whereabouts(node)}: has a variable, but was not analysed"
+            yield f"{describe_node(node)}: has a variable, but was not analysed"
             continue
         ranks = [len(o.dims) for o in use.operands], [len(dims) for dims in use.rule.results]
         for strategy in strategies:
             given = strategy.operands, strategy.results
             if any(not _fit(p, r) for p, r in zip(given, ranks, strict=True)):
                 yield (
-                    f"{whereabouts(node)}: strategy {strategy.label} places "
+                    f"{describe_node(node)}: strategy {strategy.label} places "
                     f"{', '.join(map(str, (*strategy.operands, *strategy.results)))}, but operands "
                     f"and results have {ranks} dims"
                 )
@@ -486,15 +470,13 @@ def _replicated_faults(problem: Problem, meanings: Mapping[int, Sequence[Any]]) 
     if None in choice:
         return
     chosen = cast("list[int]", choice)
-    for number, variable in enumerate(problem.variables):
-        if variable.costs[0, chosen[number]]:
-            yield f"{_owner(variable)} must not be {variable.domain[chosen[number]]}"
-    for edge in problem.edges:
-        if edge.costs[0, chosen[edge.first], chosen[edge.second]]:
-            one, other = problem.variables[edge.first], problem.variables[edge.second]
+    for ends, costs in _tables(problem):
+        if costs[(0, *(chosen[v] for v in ends))]:
+            both = [problem.variables[v] for v in ends]
+            labels = [v.domain[chosen[k]] for k, v in zip(ends, both, strict=True)]
             yield (
-                f"{_owner((problem, edge))}: {one.domain[chosen[edge.first]]} is forbidden with "
-                f"{other.domain[chosen[edge.second]]}, so the unsharded model is not a solution"
+                f"{' – '.join(v.name for v in both)}: {' with '.join(labels)} is forbidden, so the "
+                "unsharded model is not a solution"
             )
 
 
@@ -502,13 +484,11 @@ def _replicated(domain: Sequence[Any] | None) -> int | None:
     """The choice by which everything is replicated; None where there is none."""
     if domain is None:
         return 0
-    return next((k for k, chosen in enumerate(domain) if _is_replicated(chosen)), None)
+    return next((k for k, chosen in enumerate(domain) if _placements(chosen) <= {REPLICATED}), None)
 
 
-def _is_replicated(chosen: Any) -> bool:
-    """Whether a placement, a set of them or a strategy has nothing but R."""
+def _placements(chosen: Any) -> set[Placement]:
+    """The placements in a choice: of a parameter, of a delivered value, or of a strategy."""
     if isinstance(chosen, Placement):
-        return chosen == REPLICATED
-    if isinstance(chosen, tuple):
-        return chosen == (REPLICATED,)
-    return all(p == REPLICATED for p in (*chosen.operands, *chosen.results))
+        return {chosen}
+    return {*(chosen if isinstance(chosen, tuple) else (*chosen.operands, *chosen.results))}

@@ -14,7 +14,13 @@ import torch
 from torch import fx
 
 from autotp.algebra.axis import Dim, Forest
-from autotp.capture.graph_facts import Value, module_path, results_of, source_line, source_of
+from autotp.capture.graph_facts import (
+    Value,
+    find_module_path,
+    find_source,
+    find_source_line,
+    list_results,
+)
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
 from autotp.errors import UnknownOpError
@@ -56,7 +62,7 @@ def propagate(
 
 def _describe_unknown_ops(nodes: Sequence[fx.Node]) -> str:
     first = nodes[0]
-    path, line = module_path(first) or "the root", source_line(first)
+    path, line = find_module_path(first) or "the root", find_source_line(first)
     source = f" ({line})" if line else ""
     others = sorted({str(n.target) for n in nodes} - {str(first.target)})
     more = f"; without one too: {', '.join(others)}" if others else ""
@@ -90,14 +96,14 @@ class _Reader:
     def visit(self, node: fx.Node) -> None:
         """Record one node."""
         if node.op == "placeholder" or (
-            results_of(node) and any(n in self.from_input for n in node.all_input_nodes)
+            list_results(node) and any(n in self.from_input for n in node.all_input_nodes)
         ):
             self.from_input.add(node)
         if node.op == "get_attr" and node.target in self.parameters:
             self._parameter(node)
         elif node.op == "placeholder":
             self._input(node)
-        elif node.op == "call_function" and source_of(node)[0] is node:
+        elif node.op == "call_function" and find_source(node)[0] is node:
             self._call(node)
 
     def _parameter(self, node: fx.Node) -> None:
@@ -129,11 +135,11 @@ class _Reader:
         if node.target is torch.ops.aten.sym_size.int:
             return  # free sizes are of the data, and no part of a value has others
         found = list(_list_tensors(node))
-        if not any(source_of(n) in self.analysis.dims for n, _, _ in found):
+        if not any(find_source(n) in self.analysis.dims for n, _, _ in found):
             return
         row = self.rulebook.rows.get(str(node.target))
         operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
-        metas = results_of(node)
+        metas = list_results(node)
         rule = apply(self._call_of(node, operands, metas, row)) if row else None
         if rule is None and self.tried and metas:
             rule = self._discovered(node, operands, metas, self.tried)
@@ -143,7 +149,7 @@ class _Reader:
         self._results(node, operands, rule, metas)
 
     def _operand(self, node: fx.Node, argument: int | str, item: int) -> Operand:
-        value = source_of(node)
+        value = find_source(node)
         dims = self.analysis.dims.get(value)
         if dims is None:
             value = (node, 0)  # what no parameter reaches is copied node by node

@@ -6,16 +6,16 @@ the seam: `core` calls them, `show` registers what it can draw.
 
 from functools import singledispatch
 
-__all__ = ["renderable", "text"]
+__all__ = ["render_rich", "render_text"]
 
 
 @singledispatch
-def text(noun: object) -> str:
+def render_text(noun: object) -> str:
     """The plain text that shows `noun`: its repr, unless something better is registered."""
     return repr(noun)
 
 
 @singledispatch
-def renderable(noun: object) -> object:
+def render_rich(noun: object) -> object:
     """What rich is to print for `noun`: its repr, unless something better is registered."""
     return repr(noun)

@@ -14,31 +14,33 @@ from typing import TypeVar, cast
 
 from autotp.records.json_record import RecordError, decode, encode
 
-__all__ = ["content_hash", "from_text", "to_text"]
+__all__ = ["hash_content", "read_document", "write_document"]
 
 T = TypeVar("T")
 
 
-def content_hash(record: object, apart: Collection[str] = ()) -> str:
+def hash_content(record: object, apart: Collection[str] = ()) -> str:
     """The SHA-256, in hexadecimal, of all that `record` holds but the fields `apart`."""
     return _hash(encode(record), apart)
 
 
-def to_text(record: object, name: str, version: int, apart: Collection[str] = ()) -> str:
+def write_document(record: object, name: str, version: int, apart: Collection[str] = ()) -> str:
     """`record` as JSON text in the format `name`, the header before its own keys."""
     fields = encode(record)
     header = {"format": name, "version": version, "hash": _hash(fields, apart)}
     return json.dumps({**header, **fields}, indent=1, allow_nan=False) + "\n"
 
 
-def from_text(cls: type[T], text: str, name: str, version: int, apart: Collection[str] = ()) -> T:
+def read_document(
+    cls: type[T], text: str, name: str, version: int, apart: Collection[str] = ()
+) -> T:
     """The record of class `cls` that `text` holds in the format `name`.
 
     Constraints:
     - Raises RecordError: cut off, another format or version, changed since, or not a `cls`.
     - A text without a hash is taken as it is: whoever edits a file by hand removes that line.
     """
-    fields = _parsed(text)
+    fields = _parse(text)
     found = fields.pop("format", None), fields.pop("version", None)
     if found != (name, version):
         expected = f"expected format {name!r} version {version}"
@@ -50,11 +52,13 @@ def from_text(cls: type[T], text: str, name: str, version: int, apart: Collectio
     return decode(cls, fields)
 
 
-def _parsed(text: str) -> dict[str, object]:
+def _parse(text: str) -> dict[str, object]:
     try:
-        value: object = json.loads(text, parse_float=_finite, parse_constant=_finite)
+        value: object = json.loads(
+            text, parse_float=_refuse_infinite, parse_constant=_refuse_infinite
+        )
     except json.JSONDecodeError as error:
-        ended = " (the text ends here: cut off?)" if _at_end(error, text) else ""
+        ended = " (the text ends here: cut off?)" if _is_cut_off(error, text) else ""
         at = f"line {error.lineno} column {error.colno}"
         raise RecordError(f"{at}: {error.msg}{ended}") from error
     if not isinstance(value, dict):
@@ -62,7 +66,7 @@ def _parsed(text: str) -> dict[str, object]:
     return cast("dict[str, object]", value)
 
 
-def _finite(text: str) -> float:
+def _refuse_infinite(text: str) -> float:
     """The number that is written; Python's own reader takes `NaN` and `1e999` too."""
     value = float(text)
     if not math.isfinite(value):
@@ -70,7 +74,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _at_end(error: json.JSONDecodeError, text: str) -> bool:
+def _is_cut_off(error: json.JSONDecodeError, text: str) -> bool:
     return error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
 
 

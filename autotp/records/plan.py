@@ -13,7 +13,7 @@ from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
 from autotp.errors import PlanError
 from autotp.records import display as describe
-from autotp.records.document import content_hash, from_text, to_text
+from autotp.records.document import hash_content, read_document, write_document
 from autotp.records.json_record import RecordError
 
 __all__ = [
@@ -262,11 +262,11 @@ class Plan:
         How the decision was found (cost levels, bound, method) is left out: a plan followed has the
         hash of the plan that it follows.
         """
-        return content_hash(self, _SEARCH)
+        return hash_content(self, _SEARCH)
 
     def to_json(self) -> str:
         """The plan as JSON text, with `format`, `version` and `hash` before its own keys."""
-        return to_text(self, _FORMAT, _VERSION, _SEARCH)
+        return write_document(self, _FORMAT, _VERSION, _SEARCH)
 
     @classmethod
     def from_json(cls, text_or_path: str | Path) -> "Plan":
@@ -282,7 +282,7 @@ class Plan:
                 f"plan: is of type {type(given).__name__}. Give JSON text, or the path of a file."
             )
         if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
-            return _read(given, "plan text")
+            return _read_plan(given, "plan text")
         where = f"plan file {given if len(str(given)) < 300 else str(given)[:50] + ' …'}"
         try:
             text = Path(given).read_text(encoding="utf-8")
@@ -291,15 +291,15 @@ class Plan:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise PlanError(f"{where}: cannot be read: {reason}. {_ADVICE}") from error
-        return _read(text, where)
+        return _read_plan(text, where)
 
     def __str__(self) -> str:
         """The printed plan."""
-        return describe.text(self)
+        return describe.render_text(self)
 
     def __rich__(self) -> object:
         """The printed plan, for rich consoles."""
-        return describe.renderable(self)
+        return describe.render_rich(self)
 
 
 _FORMAT: Final = "autotp plan"
@@ -311,17 +311,17 @@ _ADVICE: Final = (
 )
 
 
-def _read(text: str, where: str) -> Plan:
+def _read_plan(text: str, where: str) -> Plan:
     try:
-        plan = from_text(Plan, text, _FORMAT, _VERSION, _SEARCH)
+        plan = read_document(Plan, text, _FORMAT, _VERSION, _SEARCH)
     except RecordError as error:
         raise PlanError(f"{where}: {error}. {_ADVICE}") from error
-    if reason := next(_contradictions(plan), ""):
+    if reason := next(_find_contradictions(plan), ""):
         raise PlanError(f"{where}: {reason}. {_ADVICE}")
     return plan
 
 
-def _contradictions(plan: Plan) -> Iterator[str]:
+def _find_contradictions(plan: Plan) -> Iterator[str]:
     if plan.tp < 1:
         yield f"tp is {plan.tp}, it must be at least 1"
     for name, record in plan.parameters.items():

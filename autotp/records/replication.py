@@ -10,7 +10,7 @@ from typing import Final
 
 from autotp.records.plan import ParameterRecord
 
-__all__ = ["Held", "distinct", "describe_excess_replication", "starred"]
+__all__ = ["ReplicatedGroup", "group_by_layer", "describe_excess_replication", "star_layers"]
 
 MUCH: Final = 0.1
 """The share of the bytes above which a plan is warned about."""
@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ReplicatedGroup:
     """`count` parameters alike, with the bytes of them that every rank holds.
 
     - `pattern`: their name, `*` for the numbers in it; `reasons`: why, in the same notation.
@@ -30,14 +30,16 @@ class Held:
     reasons: tuple[str, ...]
 
 
-def distinct(parameters: Mapping[str, ParameterRecord]) -> list[Held]:
+def group_by_layer(parameters: Mapping[str, ParameterRecord]) -> list[ReplicatedGroup]:
     """Each distinct parameter of which every rank holds something, the largest first."""
     groups: dict[str, list[ParameterRecord]] = {}
     for record in parameters.values():
         if record.whole_bytes:
-            groups.setdefault(starred(record.name), []).append(record)
+            groups.setdefault(star_layers(record.name), []).append(record)
     found = [
-        Held(name, len(group), sum(r.whole_bytes for r in group), _reasons(group))
+        ReplicatedGroup(
+            name, len(group), sum(r.whole_bytes for r in group), _describe_reasons(group)
+        )
         for name, group in groups.items()
     ]
     return sorted(found, key=lambda held: -held.bytes)
@@ -45,7 +47,7 @@ def distinct(parameters: Mapping[str, ParameterRecord]) -> list[Held]:
 
 def describe_excess_replication(parameters: Mapping[str, ParameterRecord], tp: int) -> str:
     """The warning that `tp` ranks hold more than a tenth of the bytes whole; else empty."""
-    listed = distinct(parameters)
+    listed = group_by_layer(parameters)
     total = sum(r.bytes for r in parameters.values())
     whole = sum(held.bytes for held in listed)
     if tp == 1 or whole <= MUCH * total:
@@ -62,10 +64,10 @@ def describe_excess_replication(parameters: Mapping[str, ParameterRecord], tp: i
     )
 
 
-def starred(text: str) -> str:
+def star_layers(text: str) -> str:
     """`text` with `*` for the numbers in dotted paths: `model.layers.*.mlp`."""
     return re.sub(r"(?:(?<=\.)|(?<=at )|^)\d+(?!\w)", "*", text)
 
 
-def _reasons(group: Iterable[ParameterRecord]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(starred(r.reason) for r in group))
+def _describe_reasons(group: Iterable[ParameterRecord]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(star_layers(r.reason) for r in group))

@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan
-from autotp.records.replication import starred
+from autotp.records.replication import star_layers
 
 __all__ = [
     "CollectiveRow",
     "PairRow",
     "ParameterRow",
-    "collective_rows",
-    "other_rows",
-    "pair_rows",
-    "pattern",
-    "places",
-    "whole_rows",
+    "list_collective_rows",
+    "list_other_rows",
+    "list_pair_rows",
+    "star_layers_of",
+    "list_places",
+    "list_replicated_rows",
 ]
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class CollectiveRow:
     time_ps: int
 
 
-def pattern(paths: Sequence[str]) -> str:
+def star_layers_of(paths: Sequence[str]) -> str:
     """The path that stands for `paths`: `*` where their numbers differ.
 
     pattern(["layers.0.mlp", "layers.1.mlp"]) == "layers.*.mlp"
@@ -71,25 +71,25 @@ def pattern(paths: Sequence[str]) -> str:
     return ".".join(column[0] if len(set(column)) == 1 else "*" for column in columns)
 
 
-def places(paths: Sequence[str]) -> str:
+def list_places(paths: Sequence[str]) -> str:
     """Paths that differ by more than their numbers, one after another."""
-    return ", ".join(pattern(group) for group in _grouped(paths, starred))
+    return ", ".join(star_layers_of(group) for group in _grouped(paths, star_layers))
 
 
-def pair_rows(plan: Plan) -> list[PairRow]:
+def list_pair_rows(plan: Plan) -> list[PairRow]:
     """One row a distinct pair, in program order."""
     tallies = _tallies(plan)
     layouts = {pair.openers: _layouts(pair, plan) for pair in plan.pairs}
 
     def alike(pair: Pair) -> Hashable:
         sizes = (pair.role, pair.size, pair.local_sizes, pair.expression, pair.split)
-        return (*sizes, starred(pair.module), layouts[pair.openers], tallies[pair.axis])
+        return (*sizes, star_layers(pair.module), layouts[pair.openers], tallies[pair.axis])
 
     return [
         PairRow(
             count=len(pairs),
             first=pairs[0],
-            path=pattern([pair.module for pair in pairs]),
+            path=star_layers_of([pair.module for pair in pairs]),
             layouts=layouts[pairs[0].openers],
             collectives=tallies[pairs[0].axis],
         )
@@ -97,34 +97,34 @@ def pair_rows(plan: Plan) -> list[PairRow]:
     ]
 
 
-def whole_rows(plan: Plan) -> list[ParameterRow]:
+def list_replicated_rows(plan: Plan) -> list[ParameterRow]:
     """What every rank holds whole, or segments of it: one row a layout and reason."""
     whole = [r for r in plan.parameters.values() if r.dim is None or r.whole_bytes]
-    groups = _grouped(whole, lambda r: (r.layout, starred(r.reason)))
+    groups = _grouped(whole, lambda r: (r.layout, star_layers(r.reason)))
     rows = [replace(_parameter_row(g), bytes=sum(r.whole_bytes for r in g)) for g in groups]
     return sorted(rows, key=lambda row: -row.bytes)
 
 
-def other_rows(plan: Plan) -> list[ParameterRow]:
+def list_other_rows(plan: Plan) -> list[ParameterRow]:
     """What is split but belongs to no pair (an embedding cut along hidden, say)."""
     owners = {_module(name) for pair in plan.pairs for name in (*pair.openers, *pair.closers)}
     others = [r for r in plan.parameters.values() if r.dim is not None]
     others = [r for r in others if not owners & {_module(name) for name in (r.name, *r.tied)}]
-    groups = _grouped(others, lambda r: (starred(r.name), r.layout, r.dim, r.shape, r.shards))
+    groups = _grouped(others, lambda r: (star_layers(r.name), r.layout, r.dim, r.shape, r.shards))
     return [_parameter_row(group) for group in groups]
 
 
-def collective_rows(plan: Plan) -> list[CollectiveRow]:
+def list_collective_rows(plan: Plan) -> list[CollectiveRow]:
     """One row a distinct collective: forward before backward, else in program order."""
 
     def alike(record: CollectiveRecord) -> Hashable:
-        return (record.phase, record.kind, record.payload_bytes, starred(record.where))
+        return (record.phase, record.kind, record.payload_bytes, star_layers(record.where))
 
     rows = [
         CollectiveRow(
             count=len(group),
             first=group[0],
-            path=pattern([record.where for record in group]),
+            path=star_layers_of([record.where for record in group]),
             wire_bytes=sum(record.wire_bytes for record in group),
             time_ps=sum(record.time_ps for record in group),
         )
@@ -134,8 +134,8 @@ def collective_rows(plan: Plan) -> list[CollectiveRow]:
 
 
 def _parameter_row(group: list[ParameterRecord]) -> ParameterRow:
-    alike = _grouped(group, lambda record: starred(record.name))
-    paths = tuple(pattern([record.name for record in records]) for records in alike)
+    alike = _grouped(group, lambda record: star_layers(record.name))
+    paths = tuple(star_layers_of([record.name for record in records]) for records in alike)
     return ParameterRow(len(group), group[0], paths, sum(record.bytes for record in group))
 
 
@@ -172,7 +172,7 @@ def _short(name: str, module: str) -> str:
     """`name` seen from `module`, without the `.weight` or `.bias` that says nothing."""
     owner = _module(name)
     inner = owner.removeprefix(f"{module}.") if module else owner
-    return starred(inner.rsplit(".", 1)[-1] if inner == module else inner)
+    return star_layers(inner.rsplit(".", 1)[-1] if inner == module else inner)
 
 
 def _module(name: str) -> str:

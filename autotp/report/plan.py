@@ -13,43 +13,43 @@ from rich.text import Text
 
 from autotp.records import display as describe
 from autotp.records.plan import BUCKET, Plan
-from autotp.records.replication import starred
+from autotp.records.replication import star_layers
 from autotp.report.distinct import (
     PairRow,
     ParameterRow,
-    other_rows,
-    pair_rows,
-    places,
-    whole_rows,
+    list_other_rows,
+    list_pair_rows,
+    list_places,
+    list_replicated_rows,
 )
 from autotp.report.dotted import Dotted
-from autotp.report.table import titled_table
-from autotp.report.totals import collectives, holdings, layouts
-from autotp.report.units import bytes_text, count_text, share_text, time_text
+from autotp.report.table import make_table
+from autotp.report.totals import render_collectives, render_layouts, render_memory
+from autotp.report.units import format_bytes, format_count, format_share, format_time
 
-__all__ = ["render", "text"]
+__all__ = ["render_plan", "format_plan"]
 
 
-def render(plan: Plan) -> RenderableType:
+def render_plan(plan: Plan) -> RenderableType:
     """What rich prints for `plan`."""
     parts = [
-        _header(plan),
-        _pairs(plan),
-        _others(plan),
-        collectives(plan),
-        _phases(plan),
-        holdings(plan),
-        layouts(plan),
-        _whole(plan),
-        _listed("Ops without a rule (they act whole)", plan.unruled),
-        _listed("Rules found by running the op", list(_found(plan))),
-        _listed("Results that ranks may disagree on", list(_differing(plan))),
-        _listed("Warnings", plan.warnings),
+        _render_header(plan),
+        _render_pairs(plan),
+        _render_others(plan),
+        render_collectives(plan),
+        _render_phases(plan),
+        render_memory(plan),
+        render_layouts(plan),
+        _render_replicated(plan),
+        _join_names("Ops without a rule (they act whole)", plan.unruled),
+        _join_names("Rules found by running the op", list(_render_discovered(plan))),
+        _join_names("Results that ranks may disagree on", list(_render_differing(plan))),
+        _join_names("Warnings", plan.warnings),
     ]
     return Group(*(part for part in parts if part is not None))
 
 
-def text(plan: Plan, width: int = 100, color: bool = False) -> str:
+def format_plan(plan: Plan, width: int = 100, color: bool = False) -> str:
     """The printed plan as text whose lines are at most `width` columns."""
     console = Console(
         file=StringIO(),
@@ -60,57 +60,57 @@ def text(plan: Plan, width: int = 100, color: bool = False) -> str:
         _environ={},
     )
     with console.capture() as capture:
-        console.print(render(plan))
+        console.print(render_plan(plan))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
 
 
-def _header(plan: Plan) -> RenderableType:
+def _render_header(plan: Plan) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim")
     grid.add_column(overflow="fold")
-    for label, value in _facts(plan):
+    for label, value in _list_facts(plan):
         grid.add_row(Text(label), Text(value))
     purpose = "training" if plan.training else "inference"
     title = f"{plan.model}: tensor-parallel over {plan.tp} ranks, {purpose}"
     return Group(Text(title, style="bold"), grid)
 
 
-def _phases(plan: Plan) -> RenderableType | None:
+def _render_phases(plan: Plan) -> RenderableType | None:
     """What the calls that were planned together cost, each and all."""
     if not plan.phases:
         return None
     columns = ["phase", "calls", "sizes", "collectives of a call", "time of a call", "of all"]
-    table = titled_table("Planned together", columns, right=("calls", "time of a call", "of all"))
+    table = make_table("Planned together", columns, right=("calls", "time of a call", "of all"))
     for phase in plan.phases:
         counts = Counter(record.kind.replace("_", "-") for record in phase.collectives)
         table.add_row(
             Text(phase.name),
-            Text(count_text(phase.calls)),
-            Text(", ".join(f"{name} {count_text(size)}" for name, size in phase.sizes.items())),
-            Text(", ".join(f"{count_text(n)} {kind}" for kind, n in counts.items()) or "none"),
-            Text(time_text(phase.time_ps)),
-            Text(time_text(phase.calls * phase.time_ps)),
+            Text(format_count(phase.calls)),
+            Text(", ".join(f"{name} {format_count(size)}" for name, size in phase.sizes.items())),
+            Text(", ".join(f"{format_count(n)} {kind}" for kind, n in counts.items()) or "none"),
+            Text(format_time(phase.time_ps)),
+            Text(format_time(phase.calls * phase.time_ps)),
         )
     return table
 
 
-def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
-    sizes = ", ".join(f"{name} {count_text(size)}" for name, size in plan.sizes.items())
+def _list_facts(plan: Plan) -> Iterable[tuple[str, str]]:
+    sizes = ", ".join(f"{name} {format_count(size)}" for name, size in plan.sizes.items())
     yield (
         "inputs",
         plan.variant + ("" if plan.dynamic else " (holds for fixed sizes, see Warnings)"),
     )
     yield "priced for", f"{sizes} on {plan.machine}"
-    yield "objective", f"{plan.objective}, {_proof(plan)}"
-    unused = f", {share_text(plan.unused_fraction, 1)} unused" if plan.unused_fraction else ""
-    whole = share_text(plan.replicated_fraction, 1)
+    yield "objective", f"{plan.objective}, {_describe_optimality(plan)}"
+    unused = f", {format_share(plan.unused_fraction, 1)} unused" if plan.unused_fraction else ""
+    whole = format_share(plan.replicated_fraction, 1)
     yield "every rank", f"holds {whole} of the parameters whole{unused}"
     if any(record.group != "tp" for record in plan.collectives):
-        yield "groups", _groups(plan)
+        yield "groups", _list_groups(plan)
     yield "plan hash", plan.hash[:16]
 
 
-def _groups(plan: Plan) -> str:
+def _list_groups(plan: Plan) -> str:
     """Which ranks are together in each group: `tp/2:1` is every rank with its neighbour."""
     told = [f"tp is ranks 0 to {plan.tp - 1}"]
     for name in sorted({record.group for record in plan.collectives} - {"tp"}):
@@ -121,106 +121,106 @@ def _groups(plan: Plan) -> str:
     return "; ".join(told)
 
 
-def _proof(plan: Plan) -> str:
-    solved = f"{plan.method}, width {plan.width}, {count_text(plan.variables)} variables"
+def _describe_optimality(plan: Plan) -> str:
+    solved = f"{plan.method}, width {plan.width}, {format_count(plan.variables)} variables"
     # solver: the bucket is one collective for many parameters, so no choice of one has its latency
     bucket = any(record.where == BUCKET for record in plan.collectives)
     apart = ", the gradient bucket's latency left out" if bucket else ""
     if plan.gap == 0:
         return f"proven minimal{apart} (exact {solved})"
-    return f"within {share_text(plan.gap, 1)} of the lower bound{apart} ({solved})"
+    return f"within {format_share(plan.gap, 1)} of the lower bound{apart} ({solved})"
 
 
-def _pairs(plan: Plan) -> RenderableType:
-    table = titled_table("Pairs", ["×", "pair", "layout", "axis: whole -> rank", "collectives"])
-    for row in pair_rows(plan):
+def _render_pairs(plan: Plan) -> RenderableType:
+    table = make_table("Pairs", ["×", "pair", "layout", "axis: whole -> rank", "collectives"])
+    for row in list_pair_rows(plan):
         pair = row.first
         table.add_row(
-            Text(count_text(row.count)),
+            Text(format_count(row.count)),
             Dotted([row.path or "(top level)"], heading=pair.role),
             Text("\n".join(f"{layout}: {', '.join(names)}" for layout, names in row.layouts)),
-            Text(_axis(row)),
-            Text(_tally(row)),
+            Text(_describe_axis(row)),
+            Text(_describe_tally(row)),
         )
     return table
 
 
-def _axis(row: PairRow) -> str:
+def _describe_axis(row: PairRow) -> str:
     pair = row.first
     name = pair.axis.rsplit(".", 1)[-1]
     local = sorted(set(pair.local_sizes), reverse=True)
-    sizes = f"{count_text(pair.size)} -> {' or '.join(map(count_text, local))}"
-    parts = [f"{name}: {sizes}" if pair.split else f"{name}: {count_text(pair.size)}, whole"]
+    sizes = f"{format_count(pair.size)} -> {' or '.join(map(format_count, local))}"
+    parts = [f"{name}: {sizes}" if pair.split else f"{name}: {format_count(pair.size)}, whole"]
     parts += [f"of {pair.expression}"] if pair.expression not in ("", name) else []
     parts += [pair.note] if pair.note else []
     return "\n".join(parts)
 
 
-def _tally(row: PairRow) -> str:
+def _describe_tally(row: PairRow) -> str:
     lines = [
-        f"{phase}: {count_text(count)} {kind.replace('_', '-')}, "
-        f"{bytes_text(payload)}, {time_text(time)}"
+        f"{phase}: {format_count(count)} {kind.replace('_', '-')}, "
+        f"{format_bytes(payload)}, {format_time(time)}"
         for phase, kind, payload, time, count in row.collectives
     ]
     return "\n".join(lines) or "none"
 
 
-def _others(plan: Plan) -> RenderableType | None:
-    rows = other_rows(plan)
+def _render_others(plan: Plan) -> RenderableType | None:
+    rows = list_other_rows(plan)
     if not rows:
         return None
-    table = titled_table(
+    table = make_table(
         "Split, in no pair", ["×", "parameter", "layout", "axis", "shape: whole -> rank"]
     )
     for row in rows:
         record = row.first
         table.add_row(
-            Text(count_text(row.count)),
+            Text(format_count(row.count)),
             Dotted([*row.paths, *(f"= {name}" for name in record.tied)]),
             Text(f"{record.layout}, dim {record.dim}"),
             Text((record.axis or "").rsplit(".", 1)[-1]),
-            Text(f"{_shape(record.shape)} -> {_shapes(row)}"),
+            Text(f"{_describe_shape(record.shape)} -> {_describe_shapes(row)}"),
         )
     return table
 
 
-def _shapes(row: ParameterRow) -> str:
-    return " or ".join(dict.fromkeys(_shape(shard.shape) for shard in row.first.shards))
+def _describe_shapes(row: ParameterRow) -> str:
+    return " or ".join(dict.fromkeys(_describe_shape(shard.shape) for shard in row.first.shards))
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _describe_shape(shape: Sequence[int]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def _whole(plan: Plan) -> RenderableType | None:
-    rows = whole_rows(plan)
+def _render_replicated(plan: Plan) -> RenderableType | None:
+    rows = list_replicated_rows(plan)
     if not rows:
         return None
-    table = titled_table("Whole on every rank", ["×", "bytes", "parameters"], right=("bytes",))
+    table = make_table("Whole on every rank", ["×", "bytes", "parameters"], right=("bytes",))
     for row in rows:
-        reason = row.first.reason if row.count == 1 else starred(row.first.reason)
+        reason = row.first.reason if row.count == 1 else star_layers(row.first.reason)
         why = f"{row.first.layout}: {reason}" if reason else row.first.layout
-        cells = Text(count_text(row.count)), Text(bytes_text(row.bytes))
+        cells = Text(format_count(row.count)), Text(format_bytes(row.bytes))
         table.add_row(*cells, Dotted(row.paths, heading=why))
     return table
 
 
-def _found(plan: Plan) -> Iterable[str]:
+def _render_discovered(plan: Plan) -> Iterable[str]:
     for record in plan.discovered:
-        yield f"{len(record.where)} × {record.op} at {places(record.where)}: {record.rule}"
+        yield f"{len(record.where)} × {record.op} at {list_places(record.where)}: {record.rule}"
 
 
-def _differing(plan: Plan) -> Iterable[str]:
+def _render_differing(plan: Plan) -> Iterable[str]:
     for record in plan.differing:
-        count, at = len(record.where), places(record.where)
+        count, at = len(record.where), list_places(record.where)
         yield f"{count} × {record.op}, {record.phase}, at {at}: {record.reason}"
 
 
-def _listed(title: str, lines: Sequence[str]) -> RenderableType | None:
+def _join_names(title: str, lines: Sequence[str]) -> RenderableType | None:
     if not lines:
         return None
     return Group(Text(f"\n{title}", style="bold"), *(Text(f"  {line}") for line in lines))
 
 
-describe.renderable.register(Plan, render)
-describe.text.register(Plan, text)
+describe.render_rich.register(Plan, render_plan)
+describe.render_text.register(Plan, format_plan)

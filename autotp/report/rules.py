@@ -9,7 +9,7 @@ from rich.text import Text
 from autotp.oprules.rule import Row
 from autotp.records.rule_verdict import Verdict
 from autotp.report.dotted import Dotted
-from autotp.report.table import titled_table
+from autotp.report.table import make_table
 
 __all__ = ["render_rules", "render_verdicts"]
 
@@ -20,28 +20,28 @@ def render_rules(rows: Iterable[Row]) -> RenderableType:
     """What rich prints for `rows`, by op name."""
     ordered = sorted(rows, key=lambda row: row.op)
     names = ["op", "rule", "joins", "linear in", "local form"]
-    table = titled_table(f"{len(ordered)} ops", names, first=True)
+    table = make_table(f"{len(ordered)} ops", names, first=True)
     table.columns[1].min_width, table.columns[-1].min_width = _RULE, _FORM
     for row in ordered:
         rule = str(row.signature) if row.signature else f"by arguments: {row.derive}"
-        cells = map(Text, (rule, _joins(row), _linear(row), row.emit))
+        cells = map(Text, (rule, _describe_joins(row), _describe_linear(row), row.emit))
         table.add_row(Dotted([row.op]), *cells)
     return table
 
 
-def _joins(row: Row) -> str:
+def _describe_joins(row: Row) -> str:
     joins = [f"{factor}: {join}" for factor, join in sorted(row.reduce.items())]
     return ", ".join([*joins, *(f"{factor}: whole" for factor in sorted(row.whole))])
 
 
-def _linear(row: Row) -> str:
+def _describe_linear(row: Row) -> str:
     return " | ".join(", ".join(map(str, sorted(operands))) for operands in row.linear)
 
 
 def render_verdicts(verdicts: Sequence[Verdict]) -> RenderableType:
     """What rich prints for the verdicts on rows, and how many there are of each."""
     names = ["op", "rule", "calls", "strategies", "verdict"]
-    table = titled_table("Rows run on shards", names, first=True, right=("calls", "strategies"))
+    table = make_table("Rows run on shards", names, first=True, right=("calls", "strategies"))
     table.columns[1].min_width = _RULE
     for v in verdicts:
         verdict = f"{v.verdict}: {v.reason}" if v.reason else v.verdict

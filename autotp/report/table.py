@@ -6,12 +6,12 @@ from rich.box import Box
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["titled_table"]
+__all__ = ["make_table"]
 
 _PLAIN = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 
 
-def titled_table(
+def make_table(
     title: str, columns: Sequence[str], right: Sequence[str] = (), *, first: bool = False
 ) -> Table:
     """An empty table under `title`; numbers stand right, and no cell is ever cut off.

@@ -5,13 +5,13 @@ import sys
 
 from rich.console import Console, RenderableType
 
-__all__ = ["printed"]
+__all__ = ["print_to_terminal"]
 
 _LEAST_WIDTH = 60
 _PLAIN = str.maketrans({"×": "x", "µ": "u", "·": "-", "…": "."})
 
 
-def printed(renderable: RenderableType) -> None:
+def print_to_terminal(renderable: RenderableType) -> None:
     """Writes `renderable` to standard output; COLUMNS, or else 100, is its width in a pipe."""
     width = max(shutil.get_terminal_size((100, 24)).columns, _LEAST_WIDTH)
     console = Console(
@@ -20,11 +20,11 @@ def printed(renderable: RenderableType) -> None:
     with console.capture() as capture:
         console.print(renderable)
     lines = (line.rstrip() for line in capture.get().splitlines())
-    sys.stdout.write(_writable("\n".join(lines) + "\n", sys.stdout.encoding or "ascii"))
+    sys.stdout.write(_replace_unwritable("\n".join(lines) + "\n", sys.stdout.encoding or "ascii"))
     sys.stdout.flush()
 
 
-def _writable(text: str, encoding: str) -> str:
+def _replace_unwritable(text: str, encoding: str) -> str:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:

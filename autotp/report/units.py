@@ -3,44 +3,44 @@
 16_777_216 bytes  16.8 MB        151_300_000 ps  151 µs        0.0042  0.42 %
 """
 
-__all__ = ["bytes_text", "count_text", "share_text", "time_text"]
+__all__ = ["format_bytes", "format_count", "format_share", "format_time"]
 
 _BYTES = ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _PICOSECONDS = ((10**12, "s"), (10**9, "ms"), (10**6, "µs"), (10**3, "ns"))
 
 
-def bytes_text(number: int) -> str:
+def format_bytes(number: int) -> str:
     """`number` bytes in decimal units, e.g. `16.8 MB`; exact below one kilobyte."""
-    return _scaled(number, _BYTES, "B")
+    return _scale(number, _BYTES, "B")
 
 
-def time_text(picoseconds: int) -> str:
+def format_time(picoseconds: int) -> str:
     """A time in its largest fitting unit, e.g. `7.20 ms`."""
-    return _scaled(picoseconds, _PICOSECONDS, "ps")
+    return _scale(picoseconds, _PICOSECONDS, "ps")
 
 
-def count_text(number: int) -> str:
+def format_count(number: int) -> str:
     """`number` with a comma every three digits."""
     return f"{number:,}"
 
 
-def share_text(part: float, whole: float) -> str:
+def format_share(part: float, whole: float) -> str:
     """`part` of `whole` in per cent, e.g. `12.5 %`; `-` of nothing."""
     if not whole:
         return "-"
     share = 100 * part / whole
-    return "< 0.01 %" if 0 < share < 0.01 else f"{_three(share)} %"
+    return "< 0.01 %" if 0 < share < 0.01 else f"{_round_to_three(share)} %"
 
 
-def _scaled(number: int, units: tuple[tuple[int, str], ...], least: str) -> str:
+def _scale(number: int, units: tuple[tuple[int, str], ...], least: str) -> str:
     for size, unit in units:
         # what would round to 1000 of a unit is one of the next
         if number * 2000 >= size * 1999:
-            return f"{_three(number / size)} {unit}"
+            return f"{_round_to_three(number / size)} {unit}"
     return f"{number} {least}"
 
 
-def _three(value: float) -> str:
+def _round_to_three(value: float) -> str:
     if value == 0:
         return "0"
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2

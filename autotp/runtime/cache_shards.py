@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from autotp.algebra.split import Split
-from autotp.capture.cache import CacheState, restore
+from autotp.capture.cache import CacheState, restore_cache
 from autotp.errors import CaptureError
 from autotp.records.plan import CacheRecord
-from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.blocks import slice_block
 
-__all__ = ["cut_whole", "own_parts"]
+__all__ = ["slice_full_caches", "slice_caches"]
 
 
-def own_parts(
+def slice_caches(
     inputs: Mapping[str, Any], records: Mapping[str, CacheRecord], rank: int, tp: int
 ) -> Mapping[str, Any]:
     """The inputs with this rank's part of each tensor of a cache that is whole in them.
@@ -31,7 +31,7 @@ def own_parts(
             record = records.get(prefix + path)
             if record is None or record.dim is None or leaf.numel() == 0:
                 continue
-            mine, given = _mine(record.split, rank, tp), leaf.shape[record.dim]
+            mine, given = _slice_cache(record.split, rank, tp), leaf.shape[record.dim]
             if given == mine:
                 continue
             if given != record.size:
@@ -41,35 +41,35 @@ def own_parts(
                     f"the whole model's, with {record.size}."
                 )
             own = found.setdefault(name, list(state.leaves))
-            own[i] = _part(leaf, record, rank, tp)
+            own[i] = _slice_tensor(leaf, record, rank, tp)
     if not found:
         return inputs
     return {n: CacheState(v.spec, found[n]) if n in found else v for n, v in inputs.items()}
 
 
-def cut_whole(
+def slice_full_caches(
     given: Mapping[str, Any],
     inputs: Mapping[str, Any],
     records: Mapping[str, CacheRecord],
     rank: int,
     tp: int,
 ) -> Mapping[str, Any]:
-    """The inputs as `own_parts` has them, after the caches in `given`, whose states they are, were
+    """The inputs as `slice_caches` has them, after the caches in `given`, whose states they are, were
     cut to the same.
     """
-    own = own_parts(inputs, records, rank, tp)
+    own = slice_caches(inputs, records, rank, tp)
     for name, state in own.items():
         if state is not inputs[name]:
-            restore(given[name], state)
+            restore_cache(given[name], state)
     return own
 
 
-def _part(whole: torch.Tensor, record: CacheRecord, rank: int, tp: int) -> torch.Tensor:
+def _slice_tensor(whole: torch.Tensor, record: CacheRecord, rank: int, tp: int) -> torch.Tensor:
     """A copy: the whole tensor is not kept alive for it."""
     assert record.dim is not None
-    return take(whole, record.dim, Split.decode(record.split), rank, tp).clone()
+    return slice_block(whole, record.dim, Split.decode(record.split), rank, tp).clone()
 
 
 @lru_cache(maxsize=256)
-def _mine(split: tuple[int, ...], rank: int, tp: int) -> int:
+def _slice_cache(split: tuple[int, ...], rank: int, tp: int) -> int:
     return Split.decode(split).local_length(rank, tp)

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from autotp.capture.cache import stated
-from autotp.capture.heap import give_back
+from autotp.capture.cache import flatten_caches
+from autotp.capture.heap import release_memory
 from autotp.runtime.group.debug_compare import Comparison
-from autotp.runtime.group.failures import failed, place_of
-from autotp.runtime.variant import key_of
+from autotp.runtime.group.failures import find_place, raise_group_error
+from autotp.runtime.variant import find_key
 
 if TYPE_CHECKING:
     from autotp.runtime.model import ShardedModel
 
-__all__ = ["attended"]
+__all__ = ["guard_call"]
 
 # Any: a forward takes and gives what the model's own does.
 Forward: TypeAlias = Callable[..., Any]
 
 
-def attended(forward: Forward) -> Forward:
+def guard_call(forward: Forward) -> Forward:
     """The forward of a sharded model, whose errors about lost ranks become one GroupError.
 
     Constraints: in compiled code errors are the backend's own, since nothing of ours runs then.
@@ -38,33 +38,33 @@ def attended(forward: Forward) -> Forward:
         began = time.monotonic()
         try:
             if model.sharded_state.compare is not None:
-                _compare(model, model.sharded_state.compare, args, kwargs)
+                _compare_call(model, model.sharded_state.compare, args, kwargs)
             result = forward(model, *args, **kwargs)
         except Exception as error:
-            _tell(error, model, time.monotonic() - began)
+            _report_failure(error, model, time.monotonic() - began)
             raise
         if model.sharded_state.fresh:
             model.sharded_state.fresh = False
-            give_back()  # what a graph's first run, and its capture, leave
+            release_memory()  # what a graph's first run, and its capture, leave
         return result
 
     return call
 
 
-def _compare(
+def _compare_call(
     model: "ShardedModel", compare: Comparison, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     state, signature = model.sharded_state, model.sharded_signature
-    inputs = stated(signature.bind(args, kwargs))
+    inputs = flatten_caches(signature.bind(args, kwargs))
     state.note_mode(model)
-    key = key_of(signature.model, inputs, state.mode)
+    key = find_key(signature.model, inputs, state.mode)
     held = [variant.holds(inputs) for variant in state.variants.get(key, ())]
     number = held.index(True) + 1 if True in held else 0
     compare(signature.model, f"{key} ({number or 'not captured yet'})", inputs)
 
 
-def _tell(error: Exception, model: "ShardedModel", seconds: float) -> None:
-    place = place_of(error, model)
+def _report_failure(error: Exception, model: "ShardedModel", seconds: float) -> None:
+    place = find_place(error, model)
     where = f"{type(model).__name__}, {place}" if place else f"{type(model).__name__}: a call"
     state = model.sharded_state
-    failed(error, state.group.name if state.watched else "", where, seconds)
+    raise_group_error(error, state.group.name if state.watched else "", where, seconds)

@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 
-from autotp.capture.cache import stated
-from autotp.capture.program import named_leaves
-from autotp.runtime.cache_shards import cut_whole
+from autotp.capture.cache import flatten_caches
+from autotp.capture.program import name_leaves
+from autotp.runtime.cache_shards import slice_full_caches
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.variant import Signature, Variant
 
@@ -64,19 +64,21 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns."""
         if torch.compiler.is_compiling():  # a larger model is compiled, and this one with it
-            return _call(self.model, 0, args, kwargs)
+            return _call_model(self.model, 0, args, kwargs)
         given = self.model.sharded_signature.bind(args, kwargs)
-        inputs = stated(given)
+        inputs = flatten_caches(given)
         variant = self.find(self.model, inputs)
         plan, rank = variant.plan, self.model.sharded_state.group.rank
-        inputs = cut_whole(given, inputs, plan.caches, rank, plan.tp)
-        leaves = named_leaves(inputs)
+        inputs = slice_full_caches(given, inputs, plan.caches, rank, plan.tp)
+        leaves = name_leaves(inputs)
         number = variant.granted(leaves)
         if (variant, number) not in self.known:
             if self.options.get("dynamic") is not False:
-                _free_sizes(variant, leaves)
+                _mark_dynamic(variant, leaves)
             # a code object of its own: a compiler counts compilations, up to its limit, by it
-            own = FunctionType(_call.__code__.replace(), _call.__globals__, "sharded_call")
+            own = FunctionType(
+                _call_model.__code__.replace(), _call_model.__globals__, "sharded_call"
+            )
             self.known[variant, number] = cast("Call", torch.compile(own, **self.options))
         return self.known[variant, number](self.model, number, args, kwargs)
 
@@ -85,14 +87,14 @@ class Compiled:
         return Compiled(memo[id(self.model)], self.find, self.options)
 
 
-def _free_sizes(variant: Variant, leaves: Mapping[str, Any]) -> None:
+def _mark_dynamic(variant: Variant, leaves: Mapping[str, Any]) -> None:
     """Tells a compiler which sizes will change, which it would learn by compiling twice."""
     for name in variant.program.inputs:
         for dim in variant.program.data_dims[name]:
             torch._dynamo.maybe_mark_dynamic(leaves[name], dim)  # pyright: ignore
 
 
-def _call(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call_model(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     model.sharded_state.granted = granted  # while this is traced, not while it runs
     try:
         return model._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]

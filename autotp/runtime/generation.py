@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from autotp.errors import PlanError
-from autotp.runtime.group.failures import waiting
-from autotp.runtime.group.process_group import Group, exists
+from autotp.runtime.group.failures import note_wait
+from autotp.runtime.group.process_group import Group, group_exists
 from autotp.runtime.variant import CONSTANTS
 
-__all__ = ["generating", "share_draws"]
+__all__ = ["override_generation", "share_random_state"]
 
 
 _EXPANDS: Final = "_expand_inputs_for_generation"
@@ -31,48 +31,48 @@ _ALIKE: Final = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
 """What ends the words by looking at them alone: they are the same on all ranks."""
 
 
-def generating(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def override_generation(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """The methods of `original` that make words, as its sharded models have them; by name."""
     own: dict[str, Callable[..., Any]] = {}
     generate = cast("Callable[..., Any] | None", getattr(original, "generate", None))
     if generate is not None:
-        own["generate"] = _drawn_alike(generate)
+        own["generate"] = _share_sampling(generate)
     if hasattr(original, _STOPS):
-        own[_STOPS] = _stopped_alike(getattr(original, _STOPS))
+        own[_STOPS] = _share_criteria(getattr(original, _STOPS))
     encoder = cast("Callable[..., Any] | None", getattr(original, "get_encoder", None))
     if encoder is not None:
-        own["get_encoder"] = _called_alone(encoder)
+        own["get_encoder"] = _prepare_encoder(encoder)
     if hasattr(original, _ASKED_APART):
-        own[_ASKED_APART] = _in_the_forward
-        own[_EXPANDS] = _expanded(getattr(original, _EXPANDS))
+        own[_ASKED_APART] = _refuse_separate_towers
+        own[_EXPANDS] = _expand_inputs(getattr(original, _EXPANDS))
     return own
 
 
-def share_draws(group: Group) -> None:
+def share_random_state(group: Group) -> None:
     """Gives every rank of the group the random state of rank 0, the CPU's and its device's.
 
     Constraints: every rank must call it; a group without processes is left alone.
     """
-    if group.size == 1 or not exists(group.name):
+    if group.size == 1 or not group_exists(group.name):
         return
     on_cuda = group.device.type == "cuda"
     states = [torch.get_rng_state()]
     states += [torch.cuda.get_rng_state(group.device)] if on_cuda else []
-    with waiting(group.name, "generate: sharing the state of random numbers"):
-        sent = _of_first(torch.cat(states), group).cpu()
+    with note_wait(group.name, "generate: sharing the state of random numbers"):
+        sent = _broadcast_first(torch.cat(states), group).cpu()
     shared = sent.split([len(s) for s in states])
     torch.set_rng_state(shared[0])
     if on_cuda:
         torch.cuda.set_rng_state(shared[1], group.device)
 
 
-def _of_first(own: torch.Tensor, group: Group) -> torch.Tensor:
+def _broadcast_first(own: torch.Tensor, group: Group) -> torch.Tensor:
     """What rank 0 has."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.broadcast(own.to(group.device), 0, group.name))
 
 
-class _AsFirst:
+class _RankZeroCriterion:
     """A criterion of rank 0, which ends the words on all ranks or on none."""
 
     def __init__(self, own: Callable[..., torch.Tensor], group: Group) -> None:
@@ -81,41 +81,41 @@ class _AsFirst:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the criterion says on rank 0 of each sequence, (batch)."""
         said = torch.as_tensor(self.own(*args, **kwargs))
-        with waiting(self.group.name, "generate: whether to end"):
-            return _of_first(said, self.group).to(said.device)
+        with note_wait(self.group.name, "generate: whether to end"):
+            return _broadcast_first(said, self.group).to(said.device)
 
 
-def _stopped_alike(criteria: Callable[..., Any]) -> Callable[..., Any]:
+def _share_criteria(criteria: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own criteria, of which those that may look at a clock are asked of rank 0."""
 
     @functools.wraps(criteria)
     def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, group = criteria(self, *args, **kwargs), self.sharded_state.group
-        if group.size > 1 and exists(group.name):
+        if group.size > 1 and group_exists(group.name):
             for k, own in enumerate(found):
                 if type(own).__name__ not in _ALIKE:
-                    found[k] = _AsFirst(own, group)
+                    found[k] = _RankZeroCriterion(own, group)
         return found
 
     return alike
 
 
-def _drawn_alike(generate: Callable[..., Any]) -> Callable[..., Any]:
+def _share_sampling(generate: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own `generate`, from one random state on all ranks."""
 
     @functools.wraps(generate)
     def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.sharded_state
         if state.compare is not None:
-            state.compare(type(self).__name__, "generate()", _asked(args, kwargs))
+            state.compare(type(self).__name__, "generate()", _list_arguments(args, kwargs))
         if not state.imagined:
-            share_draws(state.group)
+            share_random_state(state.group)
         return generate(self, *args, **kwargs)
 
     return alike
 
 
-def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _list_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """What can be compared of the arguments of a `generate`: tensors, constants, settings."""
     named = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
     found: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def _asked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _called_alone(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
+def _prepare_encoder(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own `get_encoder`, whose encoder is ready to be called by itself."""
 
     @functools.wraps(get_encoder)
@@ -140,12 +140,12 @@ def _called_alone(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
-def _in_the_forward(_: object) -> bool:
+def _refuse_separate_towers(_: object) -> bool:
     """No: towers have graphs within the whole forward only, which takes pixels as well."""
     return False
 
 
-def _expanded(expand: Callable[..., Any]) -> Callable[..., Any]:
+def _expand_inputs(expand: Callable[..., Any]) -> Callable[..., Any]:
     """The model's own `expand`, which repeats rows, but not those that are not of one prompt."""
 
     @functools.wraps(expand)

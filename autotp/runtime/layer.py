@@ -9,15 +9,22 @@ import torch
 from torch import fx, nn
 
 from autotp.errors import PlanError
-from autotp.runtime.codegen.function import Function, duplicate, function
+from autotp.runtime.codegen.function import Function, compile_graph, copy_graph
 from autotp.runtime.layered_graph import LayeredGraph
 
-__all__ = ["Baked", "Layer", "add_function", "identity", "layer_class", "running"]
+__all__ = [
+    "FixedModule",
+    "Layer",
+    "add_function",
+    "copy_identity",
+    "make_layer_class",
+    "prepare_root",
+]
 
 T = TypeVar("T", bound=nn.Module)
 
 
-class Baked(nn.Module):
+class FixedModule(nn.Module):
     """A module whose code has dtypes and a device baked in; it copies, but does not pickle."""
 
     def _apply(self: T, fn: Callable[..., torch.Tensor], recurse: bool = True) -> T:
@@ -42,7 +49,7 @@ class Baked(nn.Module):
         )
 
 
-class Layer(Baked):
+class Layer(FixedModule):
     """A layer of a sharded model: one function a variant, chosen by the caller."""
 
     sharded_functions: dict[str, Function]
@@ -73,22 +80,23 @@ class Layer(Baked):
         return self
 
 
-def running(model: nn.Module, graphs: LayeredGraph) -> fx.Graph:
+def prepare_root(model: nn.Module, graphs: LayeredGraph) -> fx.Graph:
     """A copy of the root's graph that calls each layer with its variant, which the layer gets."""
     names = {
-        path: add_function(_layer(model, path), function(g)) for path, g in graphs.layers.items()
+        path: add_function(_make_layer(model, path), compile_graph(g))
+        for path, g in graphs.layers.items()
     }
-    graph = duplicate(graphs.root)
+    graph = copy_graph(graphs.root)
     for node in graph.nodes:
         if node.op == "call_module":
             node.kwargs = {"variant": names[node.target]}
     return graph
 
 
-def _layer(model: nn.Module, path: str) -> Layer:
+def _make_layer(model: nn.Module, path: str) -> Layer:
     module = model.get_submodule(path)
     if not isinstance(module, Layer):
-        module.__class__ = layer_class(type(module))
+        module.__class__ = make_layer_class(type(module))
         cast(Layer, module).sharded_functions = {}
     return cast(Layer, module)
 
@@ -104,12 +112,12 @@ def add_function(layer: Layer, new: Function) -> str:
 
 
 @functools.cache
-def layer_class(original: type[nn.Module]) -> type[Layer]:
+def make_layer_class(original: type[nn.Module]) -> type[Layer]:
     """The class of sharded layers of class `original`; one a class, since compilers guard on it."""
-    return type(original.__name__, (Layer, original), identity(original))
+    return type(original.__name__, (Layer, original), copy_identity(original))
 
 
-def identity(original: type[nn.Module]) -> dict[str, Any]:
+def copy_identity(original: type[nn.Module]) -> dict[str, Any]:
     """The attributes by which a class is known: module, qualified name and documentation."""
     names = ("__module__", "__qualname__", "__doc__")
     return {name: getattr(original, name) for name in names}

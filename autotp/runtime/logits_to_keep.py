@@ -11,7 +11,7 @@ import torch
 
 from autotp.capture.program import KEPT, WORDS
 
-__all__ = ["selected", "takes_positions"]
+__all__ = ["select_positions", "takes_positions"]
 
 
 def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -19,7 +19,7 @@ def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return KEPT in parameters and "Tensor" in str(parameters[KEPT].annotation)
 
 
-def selected(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+def select_positions(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """The inputs with the positions of the last words, (count,), in place of their count.
 
     Constraints: a count of 0 (all words) or 1 (the next word) stays: those are fixed kinds of call.

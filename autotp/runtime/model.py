@@ -20,24 +20,29 @@ from torch import fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from autotp.capture.cache import CacheState, returned, stated
+from autotp.capture.cache import CacheState, flatten_caches, restore_caches
 from autotp.capture.program import Program
-from autotp.capture.source_model import whole_of
+from autotp.capture.source_model import read_source_model
 from autotp.errors import CaptureError, PlanError
 from autotp.records.plan import CacheRecord, Plan
-from autotp.runtime.call_guard import attended
-from autotp.runtime.codegen.source import source
-from autotp.runtime.codegen.view import view
+from autotp.runtime.call_guard import guard_call
+from autotp.runtime.codegen.source import write_source
+from autotp.runtime.codegen.view import build_view
 from autotp.runtime.compiled import Compiled
-from autotp.runtime.generation import generating
+from autotp.runtime.generation import override_generation
 from autotp.runtime.group.debug_compare import Comparison
 from autotp.runtime.group.process_group import Group
-from autotp.runtime.layer import Baked, Layer, identity, running
+from autotp.runtime.layer import FixedModule, Layer, copy_identity, prepare_root
 from autotp.runtime.layered_graph import LayeredGraph
 from autotp.runtime.shards import restrict_plan
-from autotp.runtime.unsupported import refuse_gradients, refuse_to_run, refuse_whole, refused
-from autotp.runtime.variant import Signature, Variant, key_of, mode_of
-from autotp.runtime.yielding import stands_aside
+from autotp.runtime.unsupported import (
+    override_unsupported,
+    refuse_gradients,
+    refuse_to_run,
+    refuse_whole,
+)
+from autotp.runtime.variant import Signature, Variant, describe_mode, find_key
+from autotp.runtime.yielding import yield_to_child
 
 __all__ = ["CaptureVariant", "Layer", "ShardedModel", "State", "Store", "add_variant"]
 
@@ -63,7 +68,7 @@ class Store(Protocol):
 class State:
     """What a sharded model knows beside its parameters.
 
-    - `source`: the model that it was made of, without memory, of which `capture_variant` captures
+    - `write_source`: the model that it was made of, without memory, of which `capture_variant` captures
       further calls. `caches`: how calls so far have laid out the tensors of a cache, by path.
     - `mode`: of the whole model and its submodules, as of the last call that was not compiled.
     - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
@@ -101,7 +106,7 @@ class State:
         self.modules = self.modules or tuple(model.modules())
         flags = tuple([module.training for module in self.modules])
         if flags != self.flags:
-            self.flags, self.mode = flags, mode_of(model)
+            self.flags, self.mode = flags, describe_mode(model)
 
     def __str__(self) -> str:
         """Whose part it is: `rank 1 of 4`."""
@@ -116,7 +121,7 @@ class State:
         }
 
 
-class ShardedModel(Baked):
+class ShardedModel(FixedModule):
     """One rank's part of a model: the model's class, names and outputs, the rank's parameters.
 
     Made by `autotp.parallelize`. `isinstance(sharded, type(model))` holds too.
@@ -130,68 +135,68 @@ class ShardedModel(Baked):
     sharded_state: State
     sharded_signature: Signature
 
-    @stands_aside
+    @yield_to_child
     @property
     def plan(self) -> Plan:
         """The plan that the parameters follow."""
         return self.sharded_state.plan
 
-    @stands_aside
+    @yield_to_child
     @property
     def plans(self) -> dict[str, Plan]:
         """The plan of each variant, by its key, e.g. `"input_ids, labels · train"`."""
         return {key: variant.plan for key, variant in self.sharded_state.all().items()}
 
-    @stands_aside
+    @yield_to_child
     @property
     def variants(self) -> dict[str, Variant]:
         """The variants captured so far, by key, the first of them the one planned for."""
         return self.sharded_state.all()
 
-    @stands_aside
+    @yield_to_child
     @property
     def rank(self) -> int:
         """The place of this part in the tensor-parallel group."""
         return self.sharded_state.group.rank
 
-    @stands_aside
+    @yield_to_child
     @property
     def graph_module(self) -> fx.GraphModule:
         """The first variant as a GraphModule that shares the parameters; made anew each time."""
-        return view(self, _known(self, None))
+        return build_view(self, _get_variant(self, None))
 
-    @stands_aside
+    @yield_to_child
     def view(self, key: str | None = None) -> fx.GraphModule:
         """A variant as a GraphModule that shares the parameters: it runs, prints, copies, exports.
 
         It takes the tensor inputs by name and returns the model's output type.
         """
-        return view(self, _known(self, key))
+        return build_view(self, _get_variant(self, key))
 
-    @stands_aside
+    @yield_to_child
     def code(self, key: str | None = None) -> str:
         """A variant as a Python module to read: the root, then each distinct layer once."""
-        return source(_known(self, key))
+        return write_source(_get_variant(self, key))
 
-    @attended
+    @guard_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns, computed by this rank and its group."""
         given = self.sharded_signature.bind(args, kwargs)
         if self.sharded_state.imagined:
             refuse_to_run(type(self).__name__, str(self.sharded_state))
-        inputs = {name: stated(value) for name, value in given.items()}
-        variant, state = _variant(self, inputs), self.sharded_state
-        return returned(variant.run(self, inputs, state.group.rank, state.granted), given)
+        inputs = {name: flatten_caches(value) for name, value in given.items()}
+        variant, state = _find_or_capture(self, inputs), self.sharded_state
+        return restore_caches(variant.run(self, inputs, state.group.rank, state.granted), given)
 
-    @stands_aside
+    @yield_to_child
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Captures what a call with these arguments needs in the present mode; runs nothing."""
-        _variant(self, stated(self.sharded_signature.bind(args, kwargs)))
+        _find_or_capture(self, flatten_caches(self.sharded_signature.bind(args, kwargs)))
 
-    @stands_aside
+    @yield_to_child
     def key(self, *args: Any, **kwargs: Any) -> str:
         """The key of a call with these arguments in the present mode."""
-        return _key(self, stated(self.sharded_signature.bind(args, kwargs)))
+        return _find_key(self, flatten_caches(self.sharded_signature.bind(args, kwargs)))
 
     def train(self: T, mode: bool = True) -> T:
         """The model itself, in the mode asked for, which chooses among its graphs."""
@@ -200,7 +205,7 @@ class ShardedModel(Baked):
             refuse_gradients(type(model).__name__, "train() was called")
         for module in self.modules():
             module.training = mode
-        model.sharded_state.mode, model.sharded_state.flags = mode_of(model), ()
+        model.sharded_state.mode, model.sharded_state.flags = describe_mode(model), ()
         return self
 
     def requires_grad_(self: T, requires_grad: bool = True) -> T:
@@ -222,9 +227,9 @@ class ShardedModel(Baked):
 
         Each kind of call is captured and compiled when it first comes.
         """
-        self._compiled_call_impl = Compiled(self, _variant, kwargs)
+        self._compiled_call_impl = Compiled(self, _find_or_capture, kwargs)
 
-    @stands_aside
+    @yield_to_child
     def part(self, path: str) -> "ShardedModel":
         """The module at `path`, such as an encoder, as a model that can be called by itself.
 
@@ -239,16 +244,18 @@ class ShardedModel(Baked):
                 "model's. Call the model, or the module that holds the layers."
             )
         whole, source = self.sharded_state.source, self.sharded_state.source.get_submodule(path)
-        plan = restrict_plan(self.sharded_state.plan, whole_of(whole), whole_of(source))
+        plan = restrict_plan(
+            self.sharded_state.plan, read_source_model(whole), read_source_model(source)
+        )
         signature = Signature.of(module)
-        module.__class__ = model_class(type(module))
+        module.__class__ = make_model_class(type(module))
         part = cast("ShardedModel", module)
         state = replace(
             self.sharded_state,
             plan=plan,
             source=source,
             caches=dict[str, CacheRecord](),
-            mode=mode_of(part),
+            mode=describe_mode(part),
             variants={},
             modules=(),
             flags=(),
@@ -256,7 +263,7 @@ class ShardedModel(Baked):
         part.sharded_state, part.sharded_signature = state, signature
         return part
 
-    @stands_aside
+    @yield_to_child
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "50GB", **others: object
     ) -> None:
@@ -275,66 +282,68 @@ class ShardedModel(Baked):
                 "its part. Call save_pretrained(directory) on every rank; of a Trainer, turn its "
                 'own saving off: save_strategy="no".'
             )
-        _store(self, "save_pretrained").save(self, Path(save_directory), max_shard_size)
+        _get_store(self, "save_pretrained").save(self, Path(save_directory), max_shard_size)
 
-    @stands_aside
+    @yield_to_child
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """The whole model's `state_dict()`, on the CPU; `rank0_only`: empty on all other ranks.
 
         Constraints: every rank must call it.
         """
-        return _store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
+        return _get_store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
 
 
-def _variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
+def _find_or_capture(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
     if not model.sharded_state.plan.training:
         for name, value in inputs.items():
             tensors = value.leaves if isinstance(value, CacheState) else pytree.tree_leaves(value)
             if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
                 refuse_gradients(type(model).__name__, f"the input {name!r} requires grad")
-    key = _key(model, inputs)
-    return _find(model, key, inputs) or _made(model, key, inputs)
+    key = _find_key(model, inputs)
+    return _find_variant(model, key, inputs) or _capture(model, key, inputs)
 
 
-def _find(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant | None:
+def _find_variant(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant | None:
     for variant in model.sharded_state.variants.get(key, ()):
         if variant.holds(inputs):
             return variant
     return None
 
 
-def _made(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant:
+def _capture(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant:
     if torch.compiler.is_compiling():
-        raise CaptureError(_unseen(model, key) + " Call prepare(**inputs) before compiling.")
+        raise CaptureError(
+            _describe_unseen(model, key) + " Call prepare(**inputs) before compiling."
+        )
     with _CAPTURING:
-        found = _find(model, key, inputs)
+        found = _find_variant(model, key, inputs)
         if found is None:
             # a compiler that falls back to eager code here must not trace what captures
             variant = torch.compiler.disable(model.sharded_state.capture_variant)
             make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
             # what a capture saves for a backward pass is nobody's to recompute or to store
-            with saved_tensors_hooks(_untouched, _untouched):
+            with saved_tensors_hooks(_pass_through, _pass_through):
                 make(model, model.sharded_signature.spelled(inputs))
-            found = _find(model, key, inputs)
+            found = _find_variant(model, key, inputs)
     if found is None:
         raise CaptureError(
-            _unseen(model, key) + " Capturing at these sizes gave no graph for them."
+            _describe_unseen(model, key) + " Capturing at these sizes gave no graph for them."
         )
     return found
 
 
-def _unseen(model: ShardedModel, key: str) -> str:
+def _describe_unseen(model: ShardedModel, key: str) -> str:
     known = "; ".join(model.sharded_state.variants) or "none"
     return f"{type(model).__name__}: no graph for these sizes of ({key}); captured so far: {known}."
 
 
-def _key(model: ShardedModel, inputs: Mapping[str, Any]) -> str:
+def _find_key(model: ShardedModel, inputs: Mapping[str, Any]) -> str:
     if not torch.compiler.is_compiling():  # a compiler guards on the words, not on each module
         model.sharded_state.note_mode(model)
-    return key_of(model.sharded_signature.model, inputs, model.sharded_state.mode)
+    return find_key(model.sharded_signature.model, inputs, model.sharded_state.mode)
 
 
-def _known(model: ShardedModel, key: str | None) -> Variant:
+def _get_variant(model: ShardedModel, key: str | None) -> Variant:
     variants = model.sharded_state.all()
     if key is None and variants:
         return next(iter(variants.values()))
@@ -346,7 +355,7 @@ def _known(model: ShardedModel, key: str | None) -> Variant:
     return variants[key]
 
 
-def _untouched(tensor: torch.Tensor) -> torch.Tensor:
+def _pass_through(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -357,15 +366,15 @@ def add_variant(
     for name, tensor in program.lifted.items():
         if name not in model._buffers:  # pyright: ignore[reportPrivateUsage]
             model.register_buffer(name, tensor.to(model.sharded_state.device), persistent=False)
-    shorter = [(s.conditions, running(model, s.graph)) for s in outlined.shorter]
+    shorter = [(s.conditions, prepare_root(model, s.graph)) for s in outlined.shorter]
     # the flat graph is what was planned; what runs is outlined, and a graph weighs megabytes
     ran = replace(program, graph=fx.Graph())
-    variant = Variant.of(key, ran, outlined, plan, running(model, outlined), shorter)
+    variant = Variant.of(key, ran, outlined, plan, prepare_root(model, outlined), shorter)
     model.sharded_state.variants.setdefault(key, []).append(variant)
     model.sharded_state.fresh = True
 
 
-def _store(model: ShardedModel, method: str) -> Store:
+def _get_store(model: ShardedModel, method: str) -> Store:
     state = model.sharded_state
     if state.store is None or state.imagined:
         raise PlanError(
@@ -377,7 +386,7 @@ def _store(model: ShardedModel, method: str) -> Store:
 
 
 @functools.cache
-def model_class(original: type[nn.Module]) -> type[ShardedModel]:
+def make_model_class(original: type[nn.Module]) -> type[ShardedModel]:
     """The class of sharded models of class `original`, with its signature."""
 
     def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
@@ -387,5 +396,10 @@ def model_class(original: type[nn.Module]) -> type[ShardedModel]:
     forward = FunctionType(call.__code__.replace(), call.__globals__, "forward")
     forward.__doc__ = original.forward.__doc__
     setattr(forward, "__signature__", inspect.signature(original.forward))  # noqa: B010
-    own = identity(original) | generating(original) | refused(original) | {"forward": forward}
+    own = (
+        copy_identity(original)
+        | override_generation(original)
+        | override_unsupported(original)
+        | {"forward": forward}
+    )
     return type(original.__name__, (ShardedModel, original), own)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.capture.source_model import left_behind
+from autotp.capture.source_model import copy_leftovers
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import Group
-from autotp.runtime.model import CaptureVariant, ShardedModel, State, Store, model_class
-from autotp.runtime.variant import Signature, mode_of
+from autotp.runtime.model import CaptureVariant, ShardedModel, State, Store, make_model_class
+from autotp.runtime.variant import Signature, describe_mode
 
 __all__ = ["build_tree", "refuse_sharded"]
 
@@ -56,12 +56,12 @@ def build_tree(
     - `model` is left as it was, and no storage is shared with it.
     """
     refuse_sharded(model)
-    memo = left_behind(model) | _buffers(model, tensors, device)
-    memo |= _parameters(model, tensors, plan.training)
+    memo = copy_leftovers(model) | _copy_buffers(model, tensors, device)
+    memo |= _copy_parameters(model, tensors, plan.training)
     tree = copy.deepcopy(model, memo)
-    tree.__class__ = model_class(type(model))
+    tree.__class__ = make_model_class(type(model))
     assert isinstance(tree, ShardedModel)
-    mode = mode_of(model)
+    mode = describe_mode(model)
     tree.sharded_state = State(
         plan,
         group,
@@ -95,26 +95,29 @@ def _drop_hooks(tree: nn.Module, baked: Iterable[int]) -> None:
                 getattr(module, name).pop(number, None)
 
 
-def _parameters(
+def _copy_parameters(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], training: bool
 ) -> dict[int, Any]:
     named = model.named_parameters(remove_duplicate=False)
     return {
         id(whole): nn.Parameter(
-            _own(_given(names, tensors), whole), training and whole.requires_grad
+            _copy_if_shared(_find_given(names, tensors), whole), training and whole.requires_grad
         )
-        for whole, names in _by_tensor(named)
+        for whole, names in _group_by_tensor(named)
     }
 
 
-def _buffers(
+def _copy_buffers(
     model: nn.Module, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[int, Any]:
     named = model.named_buffers(remove_duplicate=False)
-    return {id(whole): _buffer(whole, names, tensors, device) for whole, names in _by_tensor(named)}
+    return {
+        id(whole): _copy_buffer(whole, names, tensors, device)
+        for whole, names in _group_by_tensor(named)
+    }
 
 
-def _by_tensor(
+def _group_by_tensor(
     named: Iterable[tuple[str, torch.Tensor]],
 ) -> list[tuple[torch.Tensor, list[str]]]:
     """Each tensor once, with all its names."""
@@ -124,7 +127,7 @@ def _by_tensor(
     return list(found.values())
 
 
-def _given(names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _find_given(names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     for name in names:
         if name in tensors:
             return tensors[name]
@@ -134,12 +137,12 @@ def _given(names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
     )
 
 
-def _buffer(
+def _copy_buffer(
     whole: torch.Tensor, names: list[str], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     for name in names:
         if name in tensors:
-            return _own(tensors[name], whole)
+            return _copy_if_shared(tensors[name], whole)
     if whole.is_meta and device.type != "meta":
         raise WeightsError(
             f"{names[0]}: a buffer of {tuple(whole.shape)} on the meta device has no values to put "
@@ -148,7 +151,7 @@ def _buffer(
     return whole.detach().to(device, copy=True)
 
 
-def _own(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _copy_if_shared(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The tensor `local`, copied if it is a view of `whole`."""
     local = local.detach()
     shared = not local.is_meta and not whole.is_meta

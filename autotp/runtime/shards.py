@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from autotp.algebra.split import Split
-from autotp.capture.source_model import Whole, check_values, fingerprint
+from autotp.capture.source_model import SourceModel, check_values, compute_fingerprint
 from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import Group
-from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.blocks import slice_block
 
-__all__ = ["cut", "restrict_plan"]
+__all__ = ["slice_parameters", "restrict_plan"]
 
 
-def cut(
+def slice_parameters(
     parameters: Mapping[str, Tensor], plan: Plan, where: Group, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """What a rank holds of each parameter, copied to `device`."""
@@ -26,11 +26,11 @@ def cut(
         local = whole.detach()
         if record.dim is not None:
             split = Split.decode(record.split)
-            local = take(local, record.dim, split, where.rank, where.size)
+            local = slice_block(local, record.dim, split, where.rank, where.size)
         yield name, local.to(device, copy=True).contiguous()
 
 
-def restrict_plan(plan: Plan, whole: Whole, part: Whole) -> Plan:
+def restrict_plan(plan: Plan, whole: SourceModel, part: SourceModel) -> Plan:
     """Give the plan of a submodule, with the names that its parameters have in it."""
     named = {id(tensor): name for name, tensor in whole.parameters.items()}
     parameters = {
@@ -39,5 +39,9 @@ def restrict_plan(plan: Plan, whole: Whole, part: Whole) -> Plan:
     }
     nothing: dict[str, Any] = {"pairs": (), "collectives": (), "choices": {}, "caches": {}}
     return replace(
-        plan, model=part.name, fingerprint=fingerprint(part), parameters=parameters, **nothing
+        plan,
+        model=part.name,
+        fingerprint=compute_fingerprint(part),
+        parameters=parameters,
+        **nothing,
     )

@@ -7,7 +7,7 @@ from torch import nn
 
 from autotp.errors import PlanError
 
-__all__ = ["refuse_gradients", "refuse_to_run", "refuse_whole", "refused"]
+__all__ = ["refuse_gradients", "refuse_to_run", "refuse_whole", "override_unsupported"]
 
 
 def refuse_to_run(model: str, rank: str) -> NoReturn:
@@ -42,7 +42,7 @@ def refuse_whole(model: Any, weights: Mapping[str, Any]) -> None:
                 )
 
 
-def refused(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+def override_unsupported(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """The methods of `original` that sharded models of it refuse, by name."""
     return {name: method for name, method in _METHODS.items() if hasattr(original, name)}
 

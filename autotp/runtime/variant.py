@@ -14,17 +14,17 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from autotp.capture.cache import CacheSpec, CacheState, mark
+from autotp.capture.cache import CacheSpec, CacheState, make_mark
 from autotp.capture.conditions import Condition
-from autotp.capture.program import Program, broken_guard, named_leaves
+from autotp.capture.program import Program, find_broken_guard, name_leaves
 from autotp.errors import CaptureError
 from autotp.records.plan import Plan
-from autotp.runtime.cache_shards import own_parts
-from autotp.runtime.codegen.function import Function, function
+from autotp.runtime.cache_shards import slice_caches
+from autotp.runtime.codegen.function import Function, compile_graph
 from autotp.runtime.layered_graph import LayeredGraph
-from autotp.runtime.logits_to_keep import selected, takes_positions
+from autotp.runtime.logits_to_keep import select_positions, takes_positions
 
-__all__ = ["Signature", "Variant", "key_of", "mode_of"]
+__all__ = ["Signature", "Variant", "find_key", "describe_mode"]
 
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
@@ -53,7 +53,7 @@ class Signature:
         names = tuple(p.name for p in named)
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        said, positions = _said(model, names), takes_positions(every)
+        said, positions = _find_implied(model, names), takes_positions(every)
         return Signature(type(model).__name__, names, defaults, takes_any, said, positions)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ class Signature:
         return self._selected(idle | dict(inputs))
 
     def _selected(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return dict(selected(inputs)) if self.takes_positions else inputs
+        return dict(select_positions(inputs)) if self.takes_positions else inputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Signature":
         """The signature itself: it holds no state."""
@@ -101,13 +101,13 @@ class Signature:
         if not isinstance(value, CONSTANTS):
             return False
         if name in self.said and value is not None:
-            return _same(value, self.said[name])
-        return name in self.defaults and _same(value, self.defaults[name])
+            return _is_same(value, self.said[name])
+        return name in self.defaults and _is_same(value, self.defaults[name])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One graph of a sharded model: `function(model, *inputs)` gives its flat outputs.
+    """One graph of a sharded model: `compile_graph(model, *inputs)` gives its flat outputs.
 
     - `key`: what it answers to; several variants share a key when their guards differ.
     - `graph`: the root's graph as it runs, each layer called with its variant as a constant.
@@ -136,8 +136,10 @@ class Variant:
         """The variant that runs `graph`, the root's, with its function and conditions."""
         guards = (f"lambda L, torch, math: {guard.expression}" for guard in program.guards)
         conditions = tuple(map(eval, guards))
-        lesser = tuple((tuple(c), function(g)) for c, g in shorter)
-        return Variant(key, program, outlined, plan, graph, function(graph), conditions, lesser)
+        lesser = tuple((tuple(c), compile_graph(g)) for c, g in shorter)
+        return Variant(
+            key, program, outlined, plan, graph, compile_graph(graph), conditions, lesser
+        )
 
     def holds(self, inputs: Mapping[str, Any]) -> bool:
         """Whether the graph is the model's at the sizes of `inputs`."""
@@ -145,13 +147,13 @@ class Variant:
             torch.compiler.is_compiling()
         ):  # plain code, which a compiler turns into guards of its own
             return all(condition(inputs, torch, math) for condition in self.conditions)
-        return broken_guard(self.program, inputs) is None
+        return find_broken_guard(self.program, inputs) is None
 
     def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int, granted: int) -> Any:
         """What the model's forward returns for `inputs`, with this `rank`'s part of caches."""
         if self.plan.caches and not torch.compiler.is_compiling():
-            inputs = own_parts(inputs, self.plan.caches, rank, self.plan.tp)
-        leaves = named_leaves(inputs)
+            inputs = slice_caches(inputs, self.plan.caches, rank, self.plan.tp)
+        leaves = name_leaves(inputs)
         known = granted if torch.compiler.is_compiling() else 0
         number = known or self.granted(leaves)
         run = self.shorter[number - 1][1] if number else self.function
@@ -172,8 +174,8 @@ class Variant:
         return self
 
 
-def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
-    """The key of a call: tensors by name, constants with their value, then the mode (`mode_of`).
+def find_key(model: str, inputs: Mapping[str, Any], mode: str) -> str:
+    """The key of a call: tensors by name, constants with their value, then the mode (`describe_mode`).
 
     A tensor whose gradient is wanted says so: ranks must then join that gradient too.
 
@@ -182,9 +184,9 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
     words: list[str] = []
     for name, value in inputs.items():
         if not isinstance(value, (torch.Tensor, *CONSTANTS)):
-            words.append(f"{name}: {_form(pytree.tree_structure(value))}")
+            words.append(f"{name}: {_describe_structure(pytree.tree_structure(value))}")
     others = {name: v for name, v in inputs.items() if not isinstance(v, CacheState)}
-    for name, leaf in named_leaves(others).items():
+    for name, leaf in name_leaves(others).items():
         if isinstance(leaf, torch.Tensor):
             words.append(f"{name} with gradient" if leaf.requires_grad else name)
         elif isinstance(leaf, CONSTANTS):
@@ -198,37 +200,39 @@ def key_of(model: str, inputs: Mapping[str, Any], mode: str) -> str:
     return f"{', '.join(sorted(words))} · {mode}"
 
 
-def _form(spec: pytree.TreeSpec) -> str:
+def _describe_structure(spec: pytree.TreeSpec) -> str:
     """A nest of values in words, which a compiler can follow: `tuple(*, *)`."""
     if spec.is_leaf():
         return "*"
     if isinstance(spec.context, CacheSpec):
-        return mark(spec.context)
-    items = [_form(spec.child(i)) for i in range(spec.num_children)]
+        return make_mark(spec.context)
+    items = [_describe_structure(spec.child(i)) for i in range(spec.num_children)]
     return f"{spec.type.__name__}({', '.join(items)})"
 
 
-def mode_of(model: nn.Module) -> str:
+def describe_mode(model: nn.Module) -> str:
     """The mode of a model: `train` or `eval`, then the submodules that are in the other one.
 
     Example: `"train, encoder eval"` where a part was frozen by `model.encoder.eval()`.
     """
-    return ", ".join([_word(model), *(f"{path} {_word(m)}" for path, m in _switched(model, ""))])
+    return ", ".join(
+        [_name_mode(model), *(f"{path} {_name_mode(m)}" for path, m in _list_switched(model, ""))]
+    )
 
 
-def _switched(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _list_switched(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     """The submodules that are not in the mode of the module around them."""
     for name, child in module.named_children():
         if child.training != module.training:
             yield f"{path}{name}", child
-        yield from _switched(child, f"{path}{name}.")
+        yield from _list_switched(child, f"{path}{name}.")
 
 
-def _word(module: nn.Module) -> str:
+def _name_mode(module: nn.Module) -> str:
     return "train" if module.training else "eval"
 
 
-def _said(model: nn.Module, names: tuple[str, ...]) -> dict[str, object]:
+def _find_implied(model: nn.Module, names: tuple[str, ...]) -> dict[str, object]:
     """What a configuration makes of arguments: no cache is asked for, outputs have names."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
@@ -240,5 +244,5 @@ def _said(model: nn.Module, names: tuple[str, ...]) -> dict[str, object]:
     return said
 
 
-def _same(value: object, other: object) -> bool:
+def _is_same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other

@@ -6,13 +6,13 @@ adds to its class must not hide a child called `plan` or `key` from the code tha
 
 from typing import Any, Final, TypeVar, cast
 
-__all__ = ["stands_aside"]
+__all__ = ["yield_to_child"]
 
 M = TypeVar("M")
 _CHILDREN: Final = ("_modules", "_parameters", "_buffers")
 
 
-class _Aside:
+class _YieldingMember:
     """A method or property; not of the kind that wins over what an object holds itself."""
 
     def __init__(self, member: Any) -> None:
@@ -34,6 +34,6 @@ class _Aside:
         return self.member.__get__(model, owner)
 
 
-def stands_aside(member: M) -> M:
+def yield_to_child(member: M) -> M:
     """The member, which a child of the model with its name hides."""
-    return cast("M", _Aside(member))
+    return cast("M", _YieldingMember(member))

@@ -26,9 +26,9 @@ from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
 from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
-from autotp.runtime.ops.blocks import join
+from autotp.runtime.ops.blocks import concatenate_shards
 
-__all__ = ["CLAIMS", "DUAL", "Claim", "Difference", "difference", "disagreement"]
+__all__ = ["CLAIMS", "DUAL", "Claim", "Difference", "measure_difference", "find_disagreement"]
 
 Claim: TypeAlias = Literal["each", "sum", "join"]
 """Which tensor made from the ranks' own is the whole one: each of them, their sum, their join."""
@@ -65,7 +65,9 @@ class Difference:
         )
 
 
-def difference(whole: Tensor, found: Tensor, *, rank: int = -1, floor: float = 0.0) -> Difference:
+def measure_difference(
+    whole: Tensor, found: Tensor, *, rank: int = -1, floor: float = 0.0
+) -> Difference:
     """How far `found` is from `whole`; NaN on one side only is infinitely far.
 
     Constraints: what is smaller than `floor` everywhere is compared with `floor`.
@@ -91,7 +93,7 @@ def difference(whole: Tensor, found: Tensor, *, rank: int = -1, floor: float = 0
     return Difference(worst, relative, float(first[at]), float(second[at]), rank)
 
 
-def disagreement(
+def find_disagreement(
     whole: Tensor,
     parts: Sequence[Tensor],
     claim: Claim,
@@ -105,13 +107,19 @@ def disagreement(
     Constraints: for "join", `split` is the flat form of how `dim` is cut.
     """
     if claim == "each":
-        found = [difference(whole, x, rank=rank, floor=floor) for rank, x in enumerate(parts)]
+        found = [
+            measure_difference(whole, x, rank=rank, floor=floor) for rank, x in enumerate(parts)
+        ]
         return max(found, key=lambda one: one.relative)
     try:
-        total = _sum(parts) if claim == "sum" else join(parts, dim, Split.decode(split or ()))
+        total = (
+            _sum(parts)
+            if claim == "sum"
+            else concatenate_shards(parts, dim, Split.decode(split or ()))
+        )
     except (PlanError, RuntimeError) as error:
         return Difference(math.inf, math.inf, reason=f"the ranks' parts do not fit: {error}")
-    return difference(whole, total, floor=floor)
+    return measure_difference(whole, total, floor=floor)
 
 
 def _sum(parts: Sequence[Tensor]) -> Tensor:

@@ -19,21 +19,21 @@ from autotp.capture.program import Program
 from autotp.errors import VerifyError
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.model import ShardedModel
-from autotp.verification.agreement import CLAIMS, DUAL, disagreement
-from autotp.verification.emitted import Emitted, Value, whole_part
-from autotp.verification.likely_faults import meaning
-from autotp.verification.measure import beside_loss, gradients_of, loss_of
+from autotp.verification.agreement import CLAIMS, DUAL, find_disagreement
+from autotp.verification.emitted import EmittedGraph, Value, find_full_part
+from autotp.verification.likely_faults import explain_difference
+from autotp.verification.measure import compute_gradients, compute_loss, list_outputs_besides_loss
 from autotp.verification.simulate import (
     OUTPUT,
     Observe,
     Read,
     Simulation,
+    find_variant,
     simulate,
-    variant_for,
-    walk,
+    walk_ranks,
 )
 
-__all__ = ["Case", "first_divergence"]
+__all__ = ["Case", "find_first_divergence"]
 
 Edge: TypeAlias = tuple[str, str]
 """A value read in the ranks' graphs: the flat names of the value and of the node that reads it."""
@@ -64,20 +64,22 @@ class Case:
     def run_program(self, observe: Observe | None = None, read: Read | None = None) -> Simulation:
         """The captured program on the whole model, from the case's random state."""
         torch.manual_seed(self.seed)
-        part = whole_part(self.whole, self.program)
-        return walk([part], self.program, self.inputs, observe=observe, read=read, dtype=self.dtype)
+        part = find_full_part(self.whole, self.program)
+        return walk_ranks(
+            [part], self.program, self.inputs, observe=observe, read=read, dtype=self.dtype
+        )
 
     def run_ranks(self, observe: Observe | None = None, read: Read | None = None) -> Simulation:
         """All ranks in lockstep, from the same random state."""
         torch.manual_seed(self.seed)
         return simulate(self.models, self.inputs, observe=observe, read=read, dtype=self.dtype)
 
-    def emitted(self) -> Emitted:
+    def emitted(self) -> EmittedGraph:
         """What the nodes of the ranks' graphs are."""
-        return Emitted(variant_for(self.models[0], self.inputs), self.program, self.trace)
+        return EmittedGraph(find_variant(self.models[0], self.inputs), self.program, self.trace)
 
 
-def first_divergence(case: Case, *, gradients: bool) -> str | None:
+def find_first_divergence(case: Case, *, gradients: bool) -> str | None:
     """What the first wrong node is, where it stands and what it means; None if all are right."""
     found = _Forward(case).found()
     if found is None and gradients:
@@ -114,11 +116,11 @@ class _Forward:
         kind, tolerance = traced.placement.kind, self.case.tolerance
         if kind not in CLAIMS:
             return
-        gap = disagreement(whole, parts, CLAIMS[kind], traced.placement.dim, traced.split)
+        gap = find_disagreement(whole, parts, CLAIMS[kind], traced.placement.dim, traced.split)
         if gap.relative > tolerance:
             self.first = (
                 f"{self.names.described(name)}: its value should be {traced.placement}, but {gap}. "
-                f"{meaning(whole, parts, kind, tolerance, 'forward')}"
+                f"{explain_difference(whole, parts, kind, tolerance, 'forward')}"
             )
 
 
@@ -173,11 +175,11 @@ class _Backward:
         whole = torch.stack([self.whole[reading] for reading in readings]).sum(0)
         kind, tolerance = DUAL[traced.placement.kind], self.case.tolerance
         dim, split = traced.placement.dim, traced.split
-        gap = disagreement(whole, parts, CLAIMS[kind], dim, split, floor=self.floor)
+        gap = find_disagreement(whole, parts, CLAIMS[kind], dim, split, floor=self.floor)
         if gap.relative <= tolerance:
             return None
         name, reader = edge
-        fault = meaning(whole, parts, kind, tolerance, "backward")
+        fault = explain_difference(whole, parts, kind, tolerance, "backward")
         described = reader if reader == OUTPUT else self.names.described(reader)
         return (
             f"{described}: its own gradient is right, but what it gives {name} "
@@ -200,10 +202,10 @@ class _Edges:
 
     def gradients(self, outputs: Sequence[Any], case: Case) -> dict[Edge, list[Tensor]]:
         """The gradient of each edge that has one, on each rank, in program order."""
-        aside = beside_loss(case.program)
-        losses = [loss_of(output, case.seed, aside) for output in outputs]
+        aside = list_outputs_besides_loss(case.program)
+        losses = [compute_loss(output, case.seed, aside) for output in outputs]
         edges = {edge: list(ranks.values()) for edge, ranks in self.aliases.items()}
-        found = iter(gradients_of(losses, [x for own in edges.values() for x in own]))
+        found = iter(compute_gradients(losses, [x for own in edges.values() for x in own]))
         rows = {edge: [(x, next(found)) for x in own] for edge, own in edges.items()}
         return {
             edge: [torch.zeros_like(x) if g is None else g for x, g in row]

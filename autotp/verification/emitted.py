@@ -6,25 +6,25 @@ from typing import TypeAlias
 from torch import fx, nn
 
 from autotp.algebra.placement import REPLICATED
-from autotp.capture.graph_facts import op_name, whereabouts
+from autotp.capture.graph_facts import describe_node, name_op
 from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.variant import Variant
-from autotp.verification.simulate import OUTPUT, Part, flat_name
+from autotp.verification.simulate import OUTPUT, Part, find_flat_name
 
-__all__ = ["Emitted", "Value", "whole_part"]
+__all__ = ["EmittedGraph", "Value", "find_full_part"]
 
 Value: TypeAlias = tuple[str, int]
 """A value of the captured program: node and which of its results."""
 
 
-def whole_part(whole: nn.Module, program: Program) -> Part:
+def find_full_part(whole: nn.Module, program: Program) -> Part:
     """The captured program on the whole model, as the one part of a walk."""
     graph = program.graph
     return Part(whole, graph, {}, {node: node.name for node in graph.nodes}, program.lifted)
 
 
-class Emitted:
+class EmittedGraph:
     """What the emitted nodes are: of which values of the program, and who reads them."""
 
     def __init__(self, variant: Variant, program: Program, trace: Trace) -> None:
@@ -46,7 +46,7 @@ class Emitted:
         depend on no parameter, parameters as stored), is whole on every rank.
         """
         node, same = self.nodes.get(name), self.program.get(name)
-        if node is None or "::empty" in op_name(node.target) or "_empty" in op_name(node.target):
+        if node is None or "::empty" in name_op(node.target) or "_empty" in name_op(node.target):
             return None
         if name in self.traced or same is None or same.op != node.op:
             return self.traced.get(name)
@@ -63,10 +63,10 @@ class Emitted:
         origin = self.variant.outlined.origin
         for node in graph.nodes:
             if not _passes_on(path, node):
-                name = flat_name(origin, path, node)
+                name = find_flat_name(origin, path, node)
                 self.nodes.setdefault(name, node)
                 for operand in node.all_input_nodes:
-                    self.readers.setdefault(flat_name(origin, path, operand), []).append(name)
+                    self.readers.setdefault(find_flat_name(origin, path, operand), []).append(name)
 
     def consumers(self, value: Value, reader: str) -> frozenset[str]:
         """The nodes of the program that read `value` by way of the emitted node `reader`."""
@@ -75,7 +75,7 @@ class Emitted:
             return frozenset([reader])
         if traced is not None and self.value(traced) != value:
             return frozenset([self.value(traced)[0]])
-        if op_name(self.nodes[reader].target) == "aten::sym_size":
+        if name_op(self.nodes[reader].target) == "aten::sym_size":
             return frozenset()
         found = (self.consumers(value, further) for further in self.readers.get(reader, ()))
         return frozenset().union(*found)
@@ -90,7 +90,7 @@ class Emitted:
         traced = self.of(name)
         if self.nodes[name].op == "get_attr" and traced is not None:
             return f"{name} = {self.program[traced.origin].target}"
-        text = whereabouts(self.nodes[name], name)
+        text = describe_node(self.nodes[name], name)
         placed = [(n, t) for n in self._operands(name) if (t := self.of(n))]
         if not placed:
             return text

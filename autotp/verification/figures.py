@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from autotp.records.plan import ParameterRecord, Plan
-from autotp.verification.agreement import Difference, disagreement
+from autotp.verification.agreement import Difference, find_disagreement
 from autotp.verification.measure import Results
 
-__all__ = ["Compared", "Figures", "gaps_between"]
+__all__ = ["Compared", "Figures", "measure_gaps"]
 
 
 class Compared(NamedTuple):
@@ -56,7 +56,7 @@ class Figures:
         return {about.name: gap for about, gap in self.gaps.items() if about.kind == kind}
 
 
-def gaps_between(
+def measure_gaps(
     whole: Results, ranks: Sequence[Results], plan: Plan | None, negligible: float
 ) -> dict[Compared, Difference]:
     """How far the ranks are from the whole model, in each output and gradient.
@@ -85,7 +85,7 @@ def _outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple[str, Di
         elif broken := _broken(present):
             yield name, _impossible(broken)
         else:
-            yield name, disagreement(present[0], present[1:], "each")
+            yield name, find_disagreement(present[0], present[1:], "each")
 
 
 def _gradient(
@@ -110,8 +110,8 @@ def _gradient(
     if broken := _broken([full, *parts]):
         return _impossible(broken)
     if record is None or record.dim is None:
-        return disagreement(full, parts, "each", floor=floor)
-    return disagreement(full, parts, "join", record.dim, record.split, floor=floor)
+        return find_disagreement(full, parts, "each", floor=floor)
+    return find_disagreement(full, parts, "join", record.dim, record.split, floor=floor)
 
 
 def _records(plan: Plan | None) -> dict[str, ParameterRecord]:

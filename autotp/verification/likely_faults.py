@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from autotp.algebra.placement import Kind
-from autotp.verification.agreement import CLAIMS, Claim, difference, disagreement
+from autotp.verification.agreement import CLAIMS, Claim, find_disagreement, measure_difference
 
-__all__ = ["meaning"]
+__all__ = ["explain_difference"]
 
 
-def meaning(
+def explain_difference(
     whole: Tensor, parts: Sequence[Tensor], kind: Kind, tolerance: float, phase: str
 ) -> str:
     """The likely fault when the ranks' `parts` should lie as `kind` and do not.
@@ -20,7 +20,7 @@ def meaning(
     if CLAIMS[kind] == "each":
         if _fits(whole, parts, "sum", tolerance):
             return f"Their sum is right: a {phase} all-reduce is missing here"
-        if any(difference(parts[0], part).relative > tolerance for part in parts[1:]):
+        if any(measure_difference(parts[0], part).relative > tolerance for part in parts[1:]):
             return (
                 f"The ranks disagree: a {phase} all-reduce is missing, or a part is read as whole"
             )
@@ -33,4 +33,4 @@ def meaning(
 
 
 def _fits(whole: Tensor, parts: Sequence[Tensor], claim: Claim, tolerance: float) -> bool:
-    return disagreement(whole, parts, claim).relative <= tolerance
+    return find_disagreement(whole, parts, claim).relative <= tolerance

@@ -14,11 +14,11 @@ from autotp.errors import VerifyError
 __all__ = [
     "Output",
     "Results",
-    "beside_loss",
-    "gradients_of",
-    "loss_of",
-    "measured",
-    "named_tensors",
+    "list_outputs_besides_loss",
+    "compute_gradients",
+    "compute_loss",
+    "measure_run",
+    "name_tensors",
 ]
 
 
@@ -37,7 +37,7 @@ class Results:
     gradients: Mapping[str, Tensor | None]
 
 
-def measured(
+def measure_run(
     outputs: Sequence[Output],
     parameters: Sequence[Mapping[str, Tensor]],
     seed: int | None,
@@ -47,20 +47,20 @@ def measured(
 
     Constraints: nobody's `.grad` is touched.
     """
-    named = [named_tensors(output) for output in outputs]
+    named = [name_tensors(output) for output in outputs]
     if seed is None:
-        return [Results(_detached(tensors), {}) for tensors in named]
+        return [Results(_detach(tensors), {}) for tensors in named]
     trained = [{n: p for n, p in own.items() if p.requires_grad} for own in parameters]
-    losses = [loss_of(output, seed, aside) for output in outputs]
-    found = gradients_of(losses, [p for own in trained for p in own.values()])
+    losses = [compute_loss(output, seed, aside) for output in outputs]
+    found = compute_gradients(losses, [p for own in trained for p in own.values()])
     rest = iter(found)
     return [
-        Results(_detached(tensors), {name: next(rest) for name in own})
+        Results(_detach(tensors), {name: next(rest) for name in own})
         for tensors, own in zip(named, trained, strict=True)
     ]
 
 
-def named_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
+def name_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
     """The tensors of a model's output by name: `logits`, `hidden_states.0`; `output` if bare."""
     if isinstance(output, Tensor):
         return {name or "output": output}
@@ -73,11 +73,11 @@ def named_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
     prefix = f"{name}." if name else ""
     found: dict[str, Tensor] = {}
     for key, item in items:
-        found |= named_tensors(item, f"{prefix}{key}")
+        found |= name_tensors(item, f"{prefix}{key}")
     return found
 
 
-def beside_loss(program: Program) -> frozenset[str]:
+def list_outputs_besides_loss(program: Program) -> frozenset[str]:
     """The names of the outputs that the model's own loss does not depend on; empty without one."""
     nodes = cast(tuple[Any, ...], program.graph.output_node().args[0])
     leaves = [torch.empty(0) if isinstance(n, fx.Node) else n for n in nodes]
@@ -91,10 +91,10 @@ def beside_loss(program: Program) -> frozenset[str]:
         new = [n for n in todo.pop().all_input_nodes if n not in reached]
         reached |= set(new)
         todo += new
-    return frozenset(n for n, x in named_tensors(output).items() if made[id(x)] not in reached)
+    return frozenset(n for n, x in name_tensors(output).items() if made[id(x)] not in reached)
 
 
-def loss_of(output: Output, seed: int, aside: Set[str] = frozenset()) -> Tensor:
+def compute_loss(output: Output, seed: int, aside: Set[str] = frozenset()) -> Tensor:
     """The model's own loss if its output has one, else a fixed random projection of the outputs.
 
     Constraints: outputs named in `aside` do not make the model's own loss, and are projected too.
@@ -103,22 +103,22 @@ def loss_of(output: Output, seed: int, aside: Set[str] = frozenset()) -> Tensor:
     has_loss = isinstance(own, Tensor) and own.requires_grad
     generator = torch.Generator().manual_seed(seed)
     terms = [
-        (tensor * _direction(tensor, generator)).sum()
-        for name, tensor in named_tensors(output).items()
+        (tensor * _draw_direction(tensor, generator)).sum()
+        for name, tensor in name_tensors(output).items()
         if tensor.requires_grad and (name in aside or not has_loss)
     ]
     if isinstance(own, Tensor) and has_loss:
         terms.insert(0, own.sum())
     if not terms:
         raise VerifyError(
-            f"{type(output).__name__}: none of its {len(named_tensors(output))} tensors depends on "
+            f"{type(output).__name__}: none of its {len(name_tensors(output))} tensors depends on "
             "a parameter that requires grad, so there are no gradients to compare. Pass "
             "gradients=False"
         )
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
-def gradients_of(losses: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
+def compute_gradients(losses: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradient of the sum of all ranks' losses for each tensor, all in one backward pass.
 
     Each rank's tensors meet the other ranks' losses in joint functions only, as in processes.
@@ -128,10 +128,10 @@ def gradients_of(losses: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Te
     return list(torch.autograd.grad(list(losses), list(tensors), allow_unused=True))
 
 
-def _direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_direction(tensor: Tensor, generator: torch.Generator) -> Tensor:
     drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
     return (drawn / max(tensor.numel(), 1) ** 0.5).to(tensor.device, tensor.dtype)
 
 
-def _detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _detach(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors.items()}

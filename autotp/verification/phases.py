@@ -21,12 +21,12 @@ def fill_inputs(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     def drawn(value: object) -> object:
         if not isinstance(value, CacheState):
             return value
-        return CacheState(value.spec, [_drawn(leaf, generator) for leaf in value.leaves])
+        return CacheState(value.spec, [_fill_input(leaf, generator) for leaf in value.leaves])
 
     return pytree.tree_map(drawn, dict(inputs), is_leaf=lambda x: isinstance(x, CacheState))
 
 
-def _drawn(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _fill_input(leaf: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     if not leaf.is_floating_point() or leaf.numel() == 0:
         return leaf
     return torch.randn(leaf.shape, generator=generator).to(leaf)

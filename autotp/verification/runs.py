@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from autotp.capture.cache import CacheState, rebuilt, stated
-from autotp.capture.program import named_leaves
+from autotp.capture.cache import CacheState, flatten_caches, rebuild_cache
+from autotp.capture.program import name_leaves
 from autotp.errors import VerifyError
 from autotp.records.plan import Plan
 from autotp.verification.bisection import Case
-from autotp.verification.figures import Figures, gaps_between
-from autotp.verification.measure import Results, beside_loss, measured
-from autotp.verification.simulate.ranks import input_leaves
+from autotp.verification.figures import Figures, measure_gaps
+from autotp.verification.measure import Results, list_outputs_besides_loss, measure_run
+from autotp.verification.simulate.ranks import list_input_leaves
 
 __all__ = ["Runs"]
 
@@ -38,14 +38,14 @@ class Runs:
         whole = self.model() if dtype is None else self.program(dtype)
         try:
             run = replace(self.case, dtype=dtype).run_ranks()
-            ranks = measured(run.outputs, run.parameters, *self._loss)
+            ranks = measure_run(run.outputs, run.parameters, *self._loss)
         except VerifyError as error:
             return Figures(failure=str(error))
-        return Figures(gaps_between(whole, ranks, self.plan, negligible), run.collectives)
+        return Figures(measure_gaps(whole, ranks, self.plan, negligible), run.collectives)
 
     def capture_fault(self, negligible: float, tolerance: float) -> str:
         """Why the captured program is not the model, in its own dtype; empty when it is."""
-        gaps = gaps_between(self.model(), [self.program(None)], None, negligible)
+        gaps = measure_gaps(self.model(), [self.program(None)], None, negligible)
         worst = max(gaps, key=lambda about: gaps[about].relative)
         if gaps[worst].relative <= tolerance:
             return ""
@@ -57,9 +57,9 @@ class Runs:
         whole = self.case.whole
         # a forward fills the cache that it is given: each run has one of its own
         inputs = pytree.tree_map(_copied, dict(self.case.inputs), is_leaf=_is_cache)
-        output = stated(whole.forward(**inputs))
-        leaves = input_leaves(named_leaves(self.case.inputs).items())
-        return measured([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
+        output = flatten_caches(whole.forward(**inputs))
+        leaves = list_input_leaves(name_leaves(self.case.inputs).items())
+        return measure_run([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
 
     def program(self, dtype: torch.dtype | None) -> Results:
         """What the captured program gives on the whole model.
@@ -78,12 +78,14 @@ class Runs:
                 f"{narrow[0]} ({len(narrow)} values in all), computed in {dtype}: an op fixes its "
                 "dtype. Compare in the model's own dtype"
             )
-        return measured(run.outputs, run.parameters, *self._loss)[0]
+        return measure_run(run.outputs, run.parameters, *self._loss)[0]
 
     @property
     def _loss(self) -> tuple[int | None, frozenset[str]]:
         """The seed of what stands for a loss, and the outputs that are no part of the model's."""
-        return self.case.seed if self.gradients else None, beside_loss(self.case.program)
+        return self.case.seed if self.gradients else None, list_outputs_besides_loss(
+            self.case.program
+        )
 
 
 def _is_cache(value: object) -> bool:
@@ -94,4 +96,4 @@ def _copied(value: object) -> object:
     """A flat cache as a real one with tensors of its own; anything else as it is."""
     if not isinstance(value, CacheState):
         return value
-    return rebuilt(CacheState(value.spec, [leaf.clone() for leaf in value.leaves]))
+    return rebuild_cache(CacheState(value.spec, [leaf.clone() for leaf in value.leaves]))

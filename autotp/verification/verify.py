@@ -23,7 +23,7 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.model import ShardedModel
-from autotp.verification.bisection import Case, first_divergence
+from autotp.verification.bisection import Case, find_first_divergence
 from autotp.verification.figures import Compared, Figures
 from autotp.verification.runs import Runs
 
@@ -187,7 +187,7 @@ class _Proof:
             tolerance=measure.tolerance,
             negligible=measure.negligible or _UNSURE,
         )
-        found = first_divergence(case, gradients=self.runs.gradients and not figures.failure)
+        found = find_first_divergence(case, gradients=self.runs.gradients and not figures.failure)
         if found or figures.failure:
             return found or figures.failure
         worst = max(wrong, key=lambda about: figures.gaps[about].relative)

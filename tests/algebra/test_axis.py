@@ -13,7 +13,7 @@ from autotp.algebra.axis import Atom, Dim, Forest
 from autotp.algebra.partition import Part, Partition
 from autotp.algebra.size import Size, product
 from autotp.algebra.split import Split, segment
-from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.blocks import slice_block
 from tests.analysed import Analysed, analysed, family
 
 FACTORS = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
@@ -141,7 +141,7 @@ def test_ranges_are_the_elements_that_a_rank_takes(
             ranges = split.ranges(1, 2)
             held = [k for start, stop in ranges for k in range(start, stop)]
 
-            assert held == take(whole, 0, split, 1, 2).tolist()
+            assert held == slice_block(whole, 0, split, 1, 2).tolist()
             assert len(held) == split.local_length(1, 2)
 
 

@@ -265,7 +265,7 @@ def _commit() -> str:
 
 
 COMMIT = os.environ.get("COVERAGE_COMMIT") or _commit()
-rulebook.load()  # once, before any process is forked: all types meet the same rules
+rulebook.load_rulebook()  # once, before any process is forked: all types meet the same rules
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from autotp import api as pipeline
-from autotp.capture.inputs import example_inputs
+from autotp.capture.inputs import make_example_inputs
 from autotp.model_source import load_model
 
 STAGES = (  # as pipeline names them
@@ -40,7 +40,7 @@ def baseline(model: torch.nn.Module, training: bool) -> float:
     """CPU seconds of one plain export, with batch and sequence dynamic."""
     dims = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     given, shapes = dict[str, Any](), dict[str, Any]()
-    for name, value in example_inputs(model, training).items():
+    for name, value in make_example_inputs(model, training).items():
         tensor = isinstance(value, torch.Tensor)
         given[name] = value[:1, :12].repeat(2, 1) if tensor else value
         shapes[name] = dims if tensor else None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.capture import capture, retarget
-from autotp.capture.program import Guard, Program, broken_guard
+from autotp.capture.program import Guard, Program, find_broken_guard
 from autotp.errors import CaptureError
 from tests import models
 
@@ -51,12 +51,12 @@ def assert_runs_at(
     for batch, sequence in shapes:
         call = sized(inputs, batch, sequence)
         fitting = program
-        if 1 in (batch, sequence) and broken_guard(program, call) is not None:  # its code asks
+        if 1 in (batch, sequence) and find_broken_guard(program, call) is not None:  # its code asks
             fitting = capture(model, call)
         with torch.no_grad():
             expected, actual = model(**call), models.run_program(model, fitting, call)
 
-        assert broken_guard(fitting, call) is None
+        assert find_broken_guard(fitting, call) is None
         assert_same(expected, actual)
 
 
@@ -306,8 +306,8 @@ def test_falls_back_to_a_fixed_sequence() -> None:
     assert not program.dynamic
     assert "specialized it to be a constant" in program.reason
     assert {"x": (0, 1)} == program.data_dims
-    assert broken_guard(program, {"x": torch.randn(5, 6, 8)}) is None
-    broken = broken_guard(program, {"x": torch.randn(2, 7, 8)})
+    assert find_broken_guard(program, {"x": torch.randn(5, 6, 8)}) is None
+    broken = find_broken_guard(program, {"x": torch.randn(2, 7, 8)})
     assert Guard("L['x'].size()[1] == 6") == broken
 
 
@@ -323,10 +323,10 @@ def test_guards_name_the_input_they_are_about() -> None:
     unequal = good | {"mask": torch.ones(2, 5, 8)}
     typed = good | {"mask": torch.ones(2, 6, 8, dtype=torch.int64)}
 
-    assert broken_guard(program, good) is None
-    assert Guard("L['x'].size()[1] <= 100") == broken_guard(program, longer)
-    assert "L['mask'].size()[1]" in str(broken_guard(program, unequal))
-    assert Guard("L['mask'].dtype == torch.float32") == broken_guard(program, typed)
+    assert find_broken_guard(program, good) is None
+    assert Guard("L['x'].size()[1] <= 100") == find_broken_guard(program, longer)
+    assert "L['mask'].size()[1]" in str(find_broken_guard(program, unequal))
+    assert Guard("L['mask'].dtype == torch.float32") == find_broken_guard(program, typed)
 
 
 class Branches(nn.Module):

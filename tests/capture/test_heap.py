@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.fx import graph_module
 
 import autotp
-from autotp.capture.heap import give_back
+from autotp.capture.heap import release_memory
 from tests.models import build
 
 
@@ -18,7 +18,7 @@ def test_sources_of_graph_modules_that_are_gone_are_dropped() -> None:
     assert set(names) <= set(graph_module._loader.eval_cache)
 
     del gone
-    give_back()
+    release_memory()
 
     assert [True, False] == [name in graph_module._loader.eval_cache for name in names]
     assert "def forward" in "".join(linecache.getlines(names[0]))

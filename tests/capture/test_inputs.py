@@ -7,9 +7,16 @@ import torch
 import transformers
 from torch import nn
 
-from autotp.capture.cache import flat, learn_dims
+from autotp.capture.cache import flatten_cache, learn_dims
 from autotp.capture.capture import capture
-from autotp.capture.inputs import accepted, data_axes, example_inputs, made_up, positions, traced_at
+from autotp.capture.inputs import (
+    choose_inputs,
+    find_data_axes,
+    find_longest_input,
+    list_accepted,
+    make_example_inputs,
+    resize_for_trace,
+)
 from autotp.errors import CaptureError, PlanError
 from tests import models
 
@@ -38,8 +45,8 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_follow_the_config(name: str) -> None:
-    inputs = example_inputs(on_meta(name), training=False)
-    labelled = example_inputs(on_meta(name), training=True)
+    inputs = make_example_inputs(on_meta(name), training=False)
+    labelled = make_example_inputs(on_meta(name), training=True)
 
     assert EXAMPLES[name] == shapes(inputs)
     assert inputs["input_ids"].is_meta
@@ -48,7 +55,9 @@ def test_examples_follow_the_config(name: str) -> None:
 
 def test_examples_hold_legal_words_and_are_the_same_every_time() -> None:
     model, _ = models.build("gpt2")
-    inputs, again = (example_inputs(model, training=True, batch=3, sequence=9) for _ in range(2))
+    inputs, again = (
+        make_example_inputs(model, training=True, batch=3, sequence=9) for _ in range(2)
+    )
 
     assert (3, 9) == tuple(inputs["labels"].shape)
     assert 0 <= int(inputs["input_ids"].min()) <= int(inputs["input_ids"].max()) < models.WORDS
@@ -58,9 +67,11 @@ def test_examples_hold_legal_words_and_are_the_same_every_time() -> None:
 def test_more_words_than_positions_are_refused() -> None:
     model, _ = models.build("gpt2")
 
-    assert (1, 128) == tuple(example_inputs(model, training=False, sequence=128)["input_ids"].shape)
+    assert (1, 128) == tuple(
+        make_example_inputs(model, training=False, sequence=128)["input_ids"].shape
+    )
     with pytest.raises(PlanError, match=r"sequence 129, but its config has 128 positions\. Give"):
-        example_inputs(model, training=False, sequence=129)
+        make_example_inputs(model, training=False, sequence=129)
 
 
 def test_examples_of_images_and_classes() -> None:
@@ -70,7 +81,9 @@ def test_examples_of_images_and_classes() -> None:
     with torch.device("meta"):
         model = transformers.ViTForImageClassification(config)
 
-    assert {"pixel_values": (1, 3, 32, 32), "labels": (1,)} == shapes(example_inputs(model, True))
+    assert {"pixel_values": (1, 3, 32, 32), "labels": (1,)} == shapes(
+        make_example_inputs(model, True)
+    )
 
 
 def test_rows_kept_for_padding_are_no_positions() -> None:
@@ -78,14 +91,14 @@ def test_rows_kept_for_padding_are_no_positions() -> None:
     config = transformers.RobertaConfig(**sizes, max_position_embeddings=66, pad_token_id=1)
     model = transformers.RobertaForMaskedLM(config)
 
-    assert 64 == positions(model)
-    assert model(**example_inputs(model, training=False)).logits.shape == (1, 64, 64)
+    assert 64 == find_longest_input(model)
+    assert model(**make_example_inputs(model, training=False)).logits.shape == (1, 64, 64)
 
 
 def test_a_module_without_a_config_must_be_given_inputs() -> None:
     model, _ = models.build("hand")
     with pytest.raises(PlanError, match="HandGPT: has no config.*takes 'ids'.*example_inputs="):
-        example_inputs(model, training=False)
+        make_example_inputs(model, training=False)
 
 
 class Takes(nn.Module):
@@ -96,12 +109,12 @@ class Takes(nn.Module):
 def test_inputs_come_in_the_order_of_the_signature() -> None:
     given = {"zeta": 1, "mask": None, "cache": None, "alpha": 2, "ids": torch.ones(2, 3)}
 
-    assert ["ids", "cache", "alpha", "zeta"] == list(accepted(Takes(), given))
+    assert ["ids", "cache", "alpha", "zeta"] == list(list_accepted(Takes(), given))
 
 
 def test_a_missing_input_is_named() -> None:
     with pytest.raises(CaptureError, match="Takes: its forward needs 'ids', given were 'mask'"):
-        accepted(Takes(), {"mask": 1})
+        list_accepted(Takes(), {"mask": 1})
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -128,7 +141,7 @@ AXES = [
 
 @pytest.mark.parametrize(("inputs", "dims"), AXES)
 def test_dims_of_the_data(inputs: dict[str, Any], dims: dict[str, tuple[int, ...]]) -> None:
-    found = data_axes(nn.Identity(), inputs)
+    found = find_data_axes(nn.Identity(), inputs)
 
     assert dims == {n: tuple(axes) for n, axes in found.items()}
 
@@ -143,7 +156,7 @@ class Kept:
 
 
 def test_beside_a_cache_lengths_are_those_of_its_words() -> None:
-    state = flat(Kept(5, 9))
+    state = flatten_cache(Kept(5, 9))
     learn_dims(state.spec, [{0: "batch", 2: "past"}] * 2)
     inputs = {
         "attention_mask": ids(2, 9),
@@ -160,7 +173,7 @@ def test_beside_a_cache_lengths_are_those_of_its_words() -> None:
         "grid": {0: ("batch", 2)},
         "cache.0": {0: ("batch", 2), 2: ("past", 5)},
         "cache.1": {0: ("batch", 2), 2: ("past", 9)},
-    } == data_axes(nn.Identity(), inputs)
+    } == find_data_axes(nn.Identity(), inputs)
 
 
 class Reader(nn.Module):
@@ -186,7 +199,9 @@ def test_made_up_words_are_few_where_each_is_a_step_of_the_graph(
     one_by_one: bool, length: int
 ) -> None:
     model = Reader(one_by_one=one_by_one).eval()
-    given, program = made_up(model, training=False, captured=lambda inputs: capture(model, inputs))
+    given, program = choose_inputs(
+        model, training=False, captured=lambda inputs: capture(model, inputs)
+    )
 
     assert (1, length) == given["input_ids"].shape
     assert program.dynamic is not one_by_one
@@ -211,16 +226,18 @@ TRACED = [
 def test_sizes_traced_are_distinct_and_at_least_two(
     inputs: dict[str, Any], limit: int | None, expected: dict[str, Any]
 ) -> None:
-    traced = traced_at(inputs, data_axes(nn.Identity(), inputs), ALL, limit)
+    traced = resize_for_trace(inputs, find_data_axes(nn.Identity(), inputs), ALL, limit)
 
     assert expected == shapes(traced)
 
 
 def test_traced_values_are_the_given_ones_in_new_memory() -> None:
     given = {"ids": ids(2, 3)}
-    traced = traced_at(given, data_axes(nn.Identity(), given), frozenset({"batch"}), None)
+    traced = resize_for_trace(
+        given, find_data_axes(nn.Identity(), given), frozenset({"batch"}), None
+    )
 
     assert [[0, 1, 2], [3, 4, 5], [0, 1, 2]] == traced["ids"].tolist()
-    fixed = traced_at(given, data_axes(nn.Identity(), given), frozenset(), None)
+    fixed = resize_for_trace(given, find_data_axes(nn.Identity(), given), frozenset(), None)
     assert torch.equal(given["ids"], fixed["ids"])
     assert given["ids"].data_ptr() != fixed["ids"].data_ptr()

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import autotp
 from autotp.capture.capture import capture
-from autotp.capture.program import broken_guard
+from autotp.capture.program import find_broken_guard
 from tests.toys import MLP, batch
 
 
@@ -79,5 +79,5 @@ def test_sizes_that_a_free_graph_does_not_take_get_one_of_their_own(length: int)
     inputs = {"x": torch.randn(2, length, 8)}
     program = capture(Chunked(), inputs)
 
-    assert broken_guard(program, inputs) is None
+    assert find_broken_guard(program, inputs) is None
     assert program.dynamic or "takes no sizes but" in program.reason

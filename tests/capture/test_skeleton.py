@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp.capture.capture import capture
-from autotp.capture.source_model import skeleton
+from autotp.capture.source_model import copy_without_memory
 
 
 class Picky(nn.Module):
@@ -22,7 +22,7 @@ class Picky(nn.Module):
 
 def test_a_copy_without_values_is_captured_as_the_model_itself() -> None:
     model, x = Picky(), {"x": torch.randn(3, 4, 8)}
-    bare = skeleton(model)
+    bare = copy_without_memory(model)
     whole, hollow = capture(model, x), capture(bare, x)
 
     assert str(whole.graph) == str(hollow.graph)
@@ -41,7 +41,7 @@ def test_a_model_without_values_is_given_none_to_be_planned(
     with torch.device("meta"):
         model = nn.Linear(4, 8)
         model.held = torch.ones(3)
-    copy = skeleton(model)
+    copy = copy_without_memory(model)
 
     assert [torch.Size([3])] == made
     assert {0} == {p.untyped_storage().nbytes() for p in copy.parameters()}

@@ -47,10 +47,13 @@ def _changed(**fields: object) -> Callable[[Rows], None]:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (_on_another, r"its bytes begin at \d+, and that of .* ends at \d+"),
+        (_on_another, r"its bytes begin at \d+, but those of .* end at \d+"),
         (_with_a_hole, "its bytes begin at"),
-        (_changed(data_offsets=["0", "128"]), ".* others than whole numbers"),
-        (_changed(shape=[-4, -8]), ".* others than whole numbers"),
+        (
+            _changed(data_offsets=["0", "128"]),
+            ".* a dtype, a shape and two offsets, all of them integers",
+        ),
+        (_changed(shape=[-4, -8]), ".* a dtype, a shape and two offsets, all of them integers"),
     ],
 )
 def test_a_header_that_tells_of_other_bytes_is_refused(
@@ -109,11 +112,11 @@ def configured(directory: Path, **fields: object) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"architectures": "LlamaModel"}, "'architectures' is 'LlamaModel', and should be a list"),
-        ({"architectures": ["AutoModel"]}, "'AutoModel' is no class of models in Transformers"),
+        ({"architectures": "LlamaModel"}, "'architectures' is 'LlamaModel', but must be a list"),
+        ({"architectures": ["AutoModel"]}, "'AutoModel' is not a model class of Transformers"),
         ({"architectures": ["BertModel"]}, "BertModel cannot be built from config.json, of model"),
         ({"rope_parameters": {"rope_type": "odd"}}, "cannot be built .*: KeyError: 'odd'"),
-        ({"model_type": "odd"}, r"model_type 'odd' is not among the [1-9]\d+"),
+        ({"model_type": "odd"}, r"model_type 'odd' is none of the [1-9]\d+"),
     ],
 )
 def test_a_configuration_that_no_model_has_is_told(
@@ -128,9 +131,12 @@ def test_a_configuration_that_no_model_has_is_told(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"torch_dtype": "bfloat16"}, "option 'torch_dtype': is Transformers' own. Write dtype="),
-        ({"subfolder": "part"}, "option 'subfolder': is Transformers' own. Give the directory"),
-        ({"device": "nowhere"}, "device is 'nowhere': weights cannot be put there"),
+        (
+            {"torch_dtype": "bfloat16"},
+            "option 'torch_dtype': only Transformers has it. Write dtype=",
+        ),
+        ({"subfolder": "part"}, "option 'subfolder': only Transformers has it. Give the directory"),
+        ({"device": "nowhere"}, "device='nowhere': weights cannot be placed there"),
         ({"attn_implementation": "odd"}, "cannot be built .* with attn_implementation='odd'"),
     ],
 )
@@ -145,7 +151,7 @@ def test_what_transformers_would_take_is_told_what_takes_its_place(
 def test_a_broken_generation_config_is_told(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(PlanError, match=r"generation_config\.json: Transformers refuses it"):
+    with pytest.raises(PlanError, match=r"generation_config\.json: Transformers rejects it"):
         autotp.from_pretrained(tmp_path, 1)
 
 
@@ -153,7 +159,7 @@ def test_an_adapter_is_not_left_out_in_silence(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     adapter = tmp_path / "adapter_config.json"
     adapter.write_text(json.dumps({"base_model_name_or_path": "someone/base"}))
-    with pytest.raises(PlanError, match=r"holds an adapter .*someone/base.*merge_and_unload"):
+    with pytest.raises(PlanError, match=r"has an adapter .*someone/base.*merge_and_unload"):
         autotp.from_pretrained(tmp_path, 1)
 
 
@@ -210,7 +216,7 @@ def _noted(**fields: object) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (_flipped, r"rank-00001-of-00003\.safetensors: is not the file of \d+ bytes"),
+        (_flipped, r"rank-00001-of-00003\.safetensors: differs from the file of \d+ bytes"),
         (_configured(num_hidden_layers=1), "parameters are not the 12 of Llama"),
         (_configured(intermediate_size=32), "parameters are not the 21 of Lla"),
         (
@@ -250,7 +256,7 @@ def test_a_note_of_progress_that_is_damaged_is_to_be_removed(cut: Path, tmp_path
 
 @pytest.mark.slow
 def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="was cut in float32, and dtype is 'bfloat16'"):
+    with pytest.raises(PlanError, match="was sharded in float32, but dtype is 'bfloat16'"):
         autotp.from_pretrained(cut, 3, rank=0, dtype="bfloat16")
     pickled_at = tmp_path / "pickled"
     pickled_at.mkdir()

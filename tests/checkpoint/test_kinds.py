@@ -192,7 +192,9 @@ def test_a_class_of_the_directorys_own_is_read_when_trusted(
 
     torch.testing.assert_close(expected, found(input_ids=IDS))
     assert autotp.from_pretrained(directory, 2, rank=0, trust_remote_code=True).plan.pairs[0].split
-    with pytest.raises(PlanError, match="Pass trust_remote_code=True if the directory brings"):
+    with pytest.raises(
+        PlanError, match="Pass trust_remote_code=True if the directory has its own code"
+    ):
         autotp.from_pretrained(directory, 1)
 
 

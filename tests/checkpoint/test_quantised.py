@@ -194,12 +194,14 @@ def test_a_model_of_several_is_quantised_in_one_of_its_parts(tmp_path: Path) -> 
     [
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, r"\(bitsandbytes\)"),
         ({"quant_method": "gptq", "bits": 4}, r"\(gptq\)"),
-        ({"quant_method": "nobodys"}, r"refuses it: ValueError: Unknown quantization type"),
+        ({"quant_method": "nobodys"}, r"rejects it: ValueError: Unknown quantization type"),
     ],
 )
 def test_what_cannot_be_made_plain_is_refused(told: dict[str, Any], said: str) -> None:
     fields = {"model_type": "llama", "quantization_config": told}
-    with pytest.raises(WeightsError, match="0 of its layers could be cut. Pass dequantize=True"):
+    with pytest.raises(
+        WeightsError, match="none of its layers can run tensor-parallel. Pass dequantize=True"
+    ):
         find_quantiser("here", fields)
     with pytest.raises(WeightsError, match=said) as caught:
         find_quantiser("here", fields, dequantise=True)
@@ -215,7 +217,7 @@ def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
     name = "model.layers.1.self_attn.q_proj.weight"
     tensors[f"{name}_scale_inv"] = torch.ones(5, 3)
     save_file(tensors, codes / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=rf"{name} is made of 2 tensors .* do not go together"):
+    with pytest.raises(WeightsError, match=rf"{name} is made of 2 tensors .* do not fit together"):
         autotp.from_pretrained(codes, 1, dequantize=True)
 
 

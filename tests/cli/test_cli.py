@@ -18,7 +18,7 @@ from torch import nn
 from autotp.cli import main as cli
 from autotp.errors import PlanError
 from autotp.records.evidence import Evidence
-from autotp.report.plan import text
+from autotp.report.plan import format_plan
 from tests.plans import decoder_plan
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +59,7 @@ def directory(tmp_path: Path) -> str:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What the command line asked of the pipeline; it answers with fixed results."""
+    """What the command line requested of the API, which answers with fixed results."""
     seen: Calls = []
 
     def answering(name: str, answer: Callable[[dict[str, Any]], object]) -> Callable[..., object]:
@@ -81,7 +81,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ),
         verify=answering("verify", lambda asked: replace(EVIDENCE, tp=asked["tp"])),
     )
-    monkeypatch.setattr(cli, "pipeline", fake)
+    monkeypatch.setattr(cli, "api", fake)
     return seen
 
 
@@ -89,7 +89,7 @@ def _refusing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def plan(*_: object, **__: object) -> object:
         raise error
 
-    monkeypatch.setattr(cli, "pipeline", SimpleNamespace(plan=plan))
+    monkeypatch.setattr(cli, "api", SimpleNamespace(plan=plan))
 
 
 def test_plan_prints_the_report(
@@ -102,7 +102,7 @@ def test_plan_prints_the_report(
     code = cli.main(["plan", directory, "--tp", "2"])
 
     assert 0 == code
-    assert (text(PLAN, 120), "") == capsys.readouterr()
+    assert (format_plan(PLAN, 120), "") == capsys.readouterr()
 
 
 def test_plan_passes_on_what_was_asked(calls: Calls, directory: str) -> None:
@@ -148,7 +148,7 @@ def test_dry_run_writes_its_files(calls: Calls, directory: str, tmp_path: Path) 
 
     assert (0, 1) == (code, calls[0][2]["rank"])
     assert ["graph.py", "plan.json", "plan.txt", "problem.json.gz"] == sorted(os.listdir(out))
-    assert text(PLAN) == (out / "plan.txt").read_text()
+    assert format_plan(PLAN) == (out / "plan.txt").read_text()
     assert b"\x1f" == (out / "problem.json.gz").read_bytes()
 
 
@@ -167,7 +167,7 @@ def test_dry_run_into_a_file_is_refused(
     [
         (["--machine", "h10"], "machine 'h10' is unknown. Did you mean 'h100'?"),
         (["--override", "*=colum"], "asks for layout 'colum'; layouts are"),
-        (["--json", "/no/such/place.json"], "--json: /no/such is no directory"),
+        (["--json", "/no/such/place.json"], "--json: /no/such is not a directory"),
         (["--sequence", "99"], "sequence 99, but its config has 32 positions"),
     ],
 )
@@ -186,7 +186,7 @@ def test_a_rank_that_there_is_not_is_refused(
     code = cli.main(["dry-run", directory, "--tp", "2", "--rank", "2", "-o", "out"])
 
     assert (2, []) == (code, calls)
-    assert "--rank 2: ranks of --tp 2 are 0 to 1" in capsys.readouterr().err
+    assert "--rank 2: the ranks of --tp 2 are 0 to 1" in capsys.readouterr().err
 
 
 def test_a_factory_without_inputs_is_told_what_to_return(
@@ -221,7 +221,7 @@ def test_verify_of_a_wrong_model_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, directory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = replace(EVIDENCE, ok=False, first_divergence="linear_3 at layers.0")
-    monkeypatch.setattr(cli, "pipeline", SimpleNamespace(verify=lambda *_, **__: wrong))
+    monkeypatch.setattr(cli, "api", SimpleNamespace(verify=lambda *_, **__: wrong))
     code = cli.main(["verify", directory, "--tp", "2"])
     shown = capsys.readouterr().out
 
@@ -307,15 +307,15 @@ def test_debug_shows_the_traceback(
         (["vrify"], "Did you mean 'verify'?"),
         (["plan", "gpt2", "--tp", "2", "--trainig"], "Did you mean '--training'?"),
         (["plan", "gpt2"], "required: --tp"),
-        (["plan", "gpt2", "--tp", "0"], "0 is too small, the least is 1"),
-        (["plan", "gpt2", "--tp", "-2"], "-2 is too small, the least is 1"),
-        (["plan", "gpt2", "--tp", "many"], "'many' is not a whole number"),
-        (["plan", "gpt2", "--tp", "2,4"], "'2,4' is not a whole number; only verify takes several"),
+        (["plan", "gpt2", "--tp", "0"], "0 is too small; the minimum is 1"),
+        (["plan", "gpt2", "--tp", "-2"], "-2 is too small; the minimum is 1"),
+        (["plan", "gpt2", "--tp", "many"], "'many' is not an integer"),
+        (["plan", "gpt2", "--tp", "2,4"], "'2,4' is not an integer; only verify takes several"),
         (["plan", "gpt2", "--tp", "2", "--override", "mlp"], "'mlp' is not GLOB=LAYOUT"),
         (["dry-run", "gpt2", "--tp", "2"], "required: -o/--output"),
-        (["verify", "gpt2", "--tp", "2,x"], "'x' is not a whole number"),
-        (["generate", "d", "--tp", "2", "--temperature", "-1"], "-1 is no temperature"),
-        (["generate", "d", "--tp", "2", "--temperature", "nan"], "nan is no temperature"),
+        (["verify", "gpt2", "--tp", "2,x"], "'x' is not an integer"),
+        (["generate", "d", "--tp", "2", "--temperature", "-1"], "-1 is not a temperature"),
+        (["generate", "d", "--tp", "2", "--temperature", "nan"], "nan is not a temperature"),
     ],
 )
 def test_misuse_exits_with_2(
@@ -328,13 +328,49 @@ def test_misuse_exits_with_2(
     assert reason in capsys.readouterr().err
 
 
-def test_words_that_a_model_has_not_are_refused_before_anything_starts(
+def test_token_ids_outside_the_vocabulary_are_refused_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 512}}')
 
-    assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", "--ids", "5,512"])
-    assert "512 is none of its 512 words. Give numbers from 0 to 511" in capsys.readouterr().err
+    assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", "--token-ids", "5,512"])
+    assert (
+        "token id 512 is out of range: the vocabulary has 512 tokens (0 to 511)"
+        in capsys.readouterr().err
+    )
+
+
+def test_a_former_name_of_an_option_is_accepted_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 512}')
+    said: list[str] = []
+    for spelled in (["--ids", "512"], ["--ids=512"], ["--token-ids", "512"]):
+        assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", *spelled])
+        said.append(capsys.readouterr().err)
+    warning = "autotp: warning: --ids is now called --token-ids; use --token-ids.\n"
+
+    assert [warning + said[2], warning + said[2], said[2]] == said
+    assert "token id 512 is out of range" in said[2]
+
+
+def test_processes_are_started_with_the_present_name_of_an_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise each process would warn again."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 512}')
+    started: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        started.append(command)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(cli.subprocess, "run", run)
+    monkeypatch.delenv("RANK", raising=False)
+
+    assert 0 == cli.main(["generate", str(tmp_path), "--tp", "2", "--ids", "5,6"])
+    assert ["generate", str(tmp_path), "--tp", "2", "--token-ids", "5,6"] == started[0][-6:]
+    assert 1 == capsys.readouterr().err.count("warning")
 
 
 def test_more_new_words_than_positions_are_refused_with_the_most(

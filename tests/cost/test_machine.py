@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autotp.cost.machine import Machine, load_machine, machine_names
+from autotp.cost.machine import Machine, list_machines, load_machine
 from autotp.errors import PlanError
 
 RULES = Path(__file__).parents[2] / "rules"
@@ -18,14 +18,14 @@ def _written(folder: Path, text: str) -> Path:
 
 
 def test_the_machines_that_ship_are_found_by_name() -> None:
-    names = machine_names(RULES)
+    names = list_machines(RULES)
 
     assert ["gloo", "h100"] == names
     assert names == [load_machine(name, RULES).name for name in names]
 
 
 def test_every_figure_names_its_source() -> None:
-    for name in machine_names(RULES):
+    for name in list_machines(RULES):
         machine = load_machine(name, RULES)
 
         assert machine.source

@@ -13,7 +13,7 @@ from autotp.algebra.placement import SHARED
 from autotp.algebra.split import Split, segment
 from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import VerifyError
-from autotp.lower.check import check
+from autotp.lower.check import check_types
 from autotp.options import read_request
 from tests.toys import MLP
 
@@ -45,7 +45,7 @@ def work() -> ModelCompiler:
 
 def checked(made: CompiledVariant) -> None:
     written = made.rewritten
-    check(
+    check_types(
         written.graph,
         written.values,
         written.collectives,

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 import autotp
-from autotp.lower.shared_heads import with_shared_heads
+from autotp.lower.shared_heads import share_heads
 from tests.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -62,7 +62,7 @@ def test_the_values_are_the_same_and_no_copy_is_made(
     for new in (1, 9):
         given = inputs(new, dtype, masked=masked)
         graph = graph_of(attention(repeat, repeat, scale=0.3), given)
-        shared = with_shared_heads(graph, CPU)
+        shared = share_heads(graph, CPU)
 
         assert torch.equal(run(graph, given), run(shared, given))
         names = [str(node.target) for node in shared.nodes]
@@ -82,7 +82,7 @@ def test_what_is_not_each_head_repeated_is_left(keys: Repeat, values: Repeat) ->
     given = inputs(9)
     graph = graph_of(attention(keys, values), given)
 
-    assert with_shared_heads(graph, CPU) is graph
+    assert share_heads(graph, CPU) is graph
 
 
 def test_on_a_gpu_only_attentions_without_a_mask_share() -> None:
@@ -90,8 +90,8 @@ def test_on_a_gpu_only_attentions_without_a_mask_share() -> None:
     left = graph_of(attention(expanded, expanded), masked)
     graph = graph_of(attention(expanded, expanded, is_causal=True), plain)
 
-    assert with_shared_heads(left, GPU) is left
-    assert torch.equal(run(graph, plain), run(with_shared_heads(graph, GPU), plain))
+    assert share_heads(left, GPU) is left
+    assert torch.equal(run(graph, plain), run(share_heads(graph, GPU), plain))
 
 
 @pytest.mark.slow

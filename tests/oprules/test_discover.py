@@ -10,14 +10,14 @@ from autotp.capture.sizes import Sizes
 from autotp.oprules.discover import discover
 from autotp.oprules.discover.call import opaque_of
 from autotp.oprules.rule import Discovery, Operand
-from autotp.oprules.rulebook import load
+from autotp.oprules.rulebook import load_rulebook
 from autotp.records.plan import Plan
-from autotp.report.plan import text
-from autotp.verification.rules.cases import Sample, call, cases, flags, integers, real
-from autotp.verification.rules.laws import strategies_of, violations
+from autotp.report.plan import format_plan
+from autotp.verification.rules.cases import Sample, build_cases, call, flags, integers, real
+from autotp.verification.rules.laws import find_violations, list_strategies
 from tests.opaque_ops import opaque
 
-RULES = load()
+RULES = load_rulebook()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -138,7 +138,7 @@ SAMPLES: dict[str, tuple[Sample, str]] = {
 
 def told(name: str, sample: Sample) -> Discovery:
     """What is found of the op, all operands being parameters."""
-    case = next(cases(str(OPS[name]), sample, RULES))
+    case = next(build_cases(str(OPS[name]), sample, RULES))
     return case.analysis.discovered[case.use.node]
 
 
@@ -151,10 +151,12 @@ def test_the_rule_of_an_opaque_op_is_found(name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_rule_found_keeps_the_law_of_rules(name: str) -> None:
-    every = list(cases(str(OPS[name]), SAMPLES[name][0], RULES))
+    every = list(build_cases(str(OPS[name]), SAMPLES[name][0], RULES))
 
-    assert [] == [reason for case in every for tp in (2, 3, 4) for reason in violations(case, tp)]
-    assert {"replicated"} < {s.label for s in strategies_of(every[0], 2, training=True)}
+    assert [] == [
+        reason for case in every for tp in (2, 3, 4) for reason in find_violations(case, tp)
+    ]
+    assert {"replicated"} < {s.label for s in list_strategies(every[0], 2, training=True)}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_a_model_of_opaque_ops_is_split_and_right(tp: int) -> None:
 
 def test_a_plan_tells_what_was_found_and_keeps_it_in_json() -> None:
     plan = autotp.plan(Block(), 2, example_inputs={"x": torch.randn(2, 5, 32)})
-    section = " ".join(text(plan).partition("Rules found by running the op")[2].split())
+    section = " ".join(format_plan(plan).partition("Rules found by running the op")[2].split())
 
     assert "2 × autotp_opaque.normed.default at" in section
     assert "a b c, c -> a b c; whole: c; linear in 1" in section

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autotp.errors import RuleError
-from autotp.oprules.notation import ELLIPSIS, Pattern, Signature, parse
-from autotp.oprules.rulebook import load
+from autotp.oprules.notation import ELLIPSIS, Pattern, Signature, parse_rule
+from autotp.oprules.rulebook import load_rulebook
 
 GOOD = [
     "... i, o i, o -> ... o",
@@ -24,14 +24,14 @@ GOOD = [
 
 @pytest.mark.parametrize("text", GOOD)
 def test_a_rule_prints_as_it_is_written(text: str) -> None:
-    assert text == str(parse(text))
+    assert text == str(parse_rule(text))
 
 
 @pytest.mark.parametrize("text", GOOD)
 def test_spaces_do_not_matter(text: str) -> None:
     loose = text.replace("(", " (  ").replace(",", " ,  ").replace("->", "   ->  ")
 
-    assert parse(text) == parse(loose)
+    assert parse_rule(text) == parse_rule(loose)
 
 
 WORDS = st.lists(st.sampled_from("abcdefgh"), unique=True, max_size=4)
@@ -65,7 +65,7 @@ def signatures(draw: st.DrawFn) -> Signature:
 @given(signatures())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_signature_round_trips(signature: Signature) -> None:
-    assert signature == parse(str(signature))
+    assert signature == parse_rule(str(signature))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,12 @@ def test_every_signature_round_trips(signature: Signature) -> None:
 )
 def test_a_broken_rule_is_told_with_its_token(text: str, message: str) -> None:
     with pytest.raises(RuleError, match=re.escape(f"rule {text!r}: {message}")):
-        parse(text)
+        parse_rule(text)
 
 
 def test_every_row_round_trips() -> None:
-    signatures = [row.signature for row in load().rows.values() if row.signature is not None]
+    signatures = [
+        row.signature for row in load_rulebook().rows.values() if row.signature is not None
+    ]
 
-    assert signatures == [parse(str(s)) for s in signatures]
+    assert signatures == [parse_rule(str(s)) for s in signatures]

@@ -9,7 +9,8 @@ import pytest
 from autotp.errors import RuleError
 from autotp.lower.local_ops import FORMS
 from autotp.oprules.derive.derive import RULES
-from autotp.oprules.rulebook import _KEYS, Rulebook, load, root
+from autotp.oprules.row_keys import ROW_KEYS
+from autotp.oprules.rulebook import Rulebook, find_rules_root, load_rulebook
 
 ROW = """
 [[row]]
@@ -31,7 +32,7 @@ def read(tmp_path: Path, *files: str, roles: str = ROLES) -> Rulebook:
     for number, text in enumerate(files):
         (tmp_path / "aten" / f"{number}.toml").write_text(text)
     (tmp_path / "roles.toml").write_text(roles)
-    return load(tmp_path)
+    return load_rulebook(tmp_path)
 
 
 def test_a_row_is_read_as_it_stands(tmp_path: Path) -> None:
@@ -124,19 +125,19 @@ def test_two_rows_for_one_op_are_refused(tmp_path: Path) -> None:
 
 def test_a_missing_directory_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuleError, match="has no roles.toml, so it is not a directory of rules"):
-        load(tmp_path)
+        load_rulebook(tmp_path)
 
 
 def test_the_rules_of_the_house_load() -> None:
-    rules = load()
+    rules = load_rulebook()
 
-    assert (root() / "roles.toml").is_file()
+    assert (find_rules_root() / "roles.toml").is_file()
     assert len(rules.rows) > 200
     assert [] == [r for r in rules.roles[:-1] if not r.inside] + list(rules.roles[-1].inside)
 
 
 def test_rows_name_only_rules_and_forms_of_the_closed_lists() -> None:
-    rows = load().rows.values()
+    rows = load_rulebook().rows.values()
 
     assert set() == {row.derive for row in rows} - {*RULES, ""}
     assert set() == {row.emit for row in rows} - {*FORMS}
@@ -144,21 +145,23 @@ def test_rows_name_only_rules_and_forms_of_the_closed_lists() -> None:
 
 
 def test_a_role_looks_for_ops_that_have_rows() -> None:
-    rules = load()
+    rules = load_rulebook()
 
     assert set() == {op for role in rules.roles for op in role.inside} - set(rules.rows)
 
 
 def test_the_page_on_rules_explains_every_key_rule_and_form() -> None:
     page = (Path(__file__).parents[2] / "rules" / "README.md").read_text(encoding="utf-8")
-    words = {*_KEYS, *RULES, *FORMS} - {""}
+    words = {*ROW_KEYS, *RULES, *FORMS} - {""}
 
     assert [] == sorted(word for word in words if f"`{word}`" not in page)
 
 
 def test_the_page_on_rules_says_how_many_rows_name_a_function() -> None:
-    page = (root() / "README.md").read_text(encoding="utf-8")
-    files = [tomllib.loads(path.read_text()) for path in (root() / "aten").glob("*.toml")]
+    page = (find_rules_root() / "README.md").read_text(encoding="utf-8")
+    files = [
+        tomllib.loads(path.read_text()) for path in (find_rules_root() / "aten").glob("*.toml")
+    ]
     rows = [row for file in files for row in file["row"]]
 
     assert f"{sum('derive' in row for row in rows)} of the {len(rows)} rows name a Python" in page

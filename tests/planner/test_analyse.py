@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from autotp.capture.capture import capture
 from autotp.errors import RuleError, UnknownOpError
-from autotp.oprules.notation import parse
-from autotp.oprules.rulebook import Rulebook, load
+from autotp.oprules.notation import parse_rule
+from autotp.oprules.rulebook import Rulebook, load_rulebook
 from autotp.planner.analysis import Analysis, Use
 from autotp.planner.propagate import propagate
 from tests import models
@@ -39,7 +39,7 @@ def around(
     strict: bool = False,
 ) -> Analysis:
     program = capture(Around(function), {"x": torch.randn(2, 5, WIDTH)})
-    return propagate(program, ["weight"], rules or load(), strict=strict)
+    return propagate(program, ["weight"], rules or load_rulebook(), strict=strict)
 
 
 def use_of(analysis: Analysis, op: str) -> Use:
@@ -109,9 +109,9 @@ def test_strict_mode_refuses_an_op_without_a_row() -> None:
 
 
 def test_a_row_with_too_few_results_contradicts_its_op() -> None:
-    rows = load().rows
-    wrong = replace(rows["aten.sort.default"], signature=parse("... -> ..."), derive="")
-    rules = Rulebook({**rows, "aten.sort.default": wrong}, load().roles)
+    rows = load_rulebook().rows
+    wrong = replace(rows["aten.sort.default"], signature=parse_rule("... -> ..."), derive="")
+    rules = Rulebook({**rows, "aten.sort.default": wrong}, load_rulebook().roles)
     message = "aten.sort.default: the row gives 1 results, the op makes 2"
 
     with pytest.raises(RuleError, match=re.escape(message)):

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.errors import RuleError
-from autotp.oprules.rulebook import load, root
+from autotp.oprules.rulebook import find_rules_root, load_rulebook
 from autotp.records.plan import DifferingRecord, Plan
-from autotp.report.plan import text
+from autotp.report.plan import format_plan
 from tests.toys import MLP
 
 TIES = "equal values may be taken in any order"
@@ -63,21 +63,21 @@ def test_one_rank_agrees_with_itself() -> None:
 @pytest.mark.slow
 def test_the_plan_prints_them_and_keeps_them_in_json() -> None:
     made = plan(2, training=True)
-    section = text(made, 160).partition("Results that ranks may disagree on\n")[2]
+    section = format_plan(made, 160).partition("Results that ranks may disagree on\n")[2]
 
     assert f"  1 × aten.topk.default, forward, at topk_1: {TIES}\n" in section
     assert made == Plan.from_json(made.to_json())
 
 
 def test_an_entry_without_a_reason_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "roles.toml").write_text((root() / "roles.toml").read_text())
+    (tmp_path / "roles.toml").write_text((find_rules_root() / "roles.toml").read_text())
     (tmp_path / "differing.toml").write_text('[[differing]]\nops = ["x"]\nphase = "forward"\n')
 
     with pytest.raises(RuleError, match=r"differing.toml, entry 1: needs a `phase`"):
-        load(tmp_path)
+        load_rulebook(tmp_path)
 
 
 def test_every_op_named_is_one_of_torch() -> None:
-    names = [name.split(".") for name in load().differing]
+    names = [name.split(".") for name in load_rulebook().differing]
 
     assert [] == [n for n in names if not hasattr(getattr(torch.ops.aten, n[1], None), n[2])]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autotp
-from autotp.capture.cache import flat
+from autotp.capture.cache import flatten_cache
 from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
 from autotp.options import Request, read_request
@@ -183,7 +183,7 @@ def test_the_cache_is_counted_at_its_longest(name: str, tp: int, least: int) -> 
         pad_token_id=0,
     )
     cache = next(v for k, v in out.items() if "cache" in k or k == "past_key_values")
-    whole = sum(t.numel() * t.element_size() for t in flat(cache).leaves if t.dim() > 1)
+    whole = sum(t.numel() * t.element_size() for t in flatten_cache(cache).leaves if t.dim() > 1)
 
     assert whole == sum(c.bytes for c in plan.caches.values())
     assert whole // least == plan.memory["kv_cache"]

@@ -15,8 +15,8 @@ from autotp.compiler import ModelCompiler
 from autotp.errors import PlanError
 from autotp.options import Request, read_request
 from autotp.records.plan import ParameterRecord, Plan
-from autotp.records.replication import describe_excess_replication, distinct, starred
-from autotp.report.plan import text
+from autotp.records.replication import describe_excess_replication, group_by_layer, star_layers
+from autotp.report.plan import format_plan
 from tests import zoo
 from tests.proven import proven
 from tests.toys import MLP, vectors
@@ -71,14 +71,14 @@ def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     work = ModelCompiler(*_model(task, model_type))
     plan = work.compile(4, "tp").plan
     total = sum(r.bytes for r in plan.parameters.values())
-    large = {h.pattern for h in distinct(plan.parameters) if h.bytes > total / 1000}
-    whole = [r for r in plan.parameters.values() if r.whole_bytes and starred(r.name) in large]
+    large = {h.pattern for h in group_by_layer(plan.parameters) if h.bytes > total / 1000}
+    whole = [r for r in plan.parameters.values() if r.whole_bytes and star_layers(r.name) in large]
     at = places(work.program)
     found = [f"{r.name}: {doubt} ({r.reason})" for r in whole for doubt in doubts(r, work, at)]
 
     assert whole
     assert [] == found
-    printed = numberless(text(plan, width=2000))
+    printed = numberless(format_plan(plan, width=2000))
     assert [] == [r.reason for r in whole if numberless(r.reason) not in printed]
 
 
@@ -168,7 +168,7 @@ def test_parallelize_warns_once_above_a_tenth_with_the_largest_and_why() -> None
     assert "unused: no op of the captured graph" in told[0]
     assert f"{100 * sharded.plan.replicated_fraction:.3g} %" in told[0]
     assert sharded.plan.warnings[0] in told[0]
-    assert "Warnings" in text(sharded.plan)
+    assert "Warnings" in format_plan(sharded.plan)
 
 
 def test_nothing_is_said_below_a_tenth() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.api import parallelize
-from autotp.dtypes import sum_dtype
+from autotp.dtypes import choose_sum_dtype
 from autotp.errors import PlanError
 from autotp.records.plan import BUCKET, Plan
 from autotp.verification.simulate import simulate
@@ -32,7 +32,7 @@ NARROW = [torch.bfloat16, torch.float16]
 def test_sums_are_made_in_the_wider(
     own: torch.dtype, wanted: torch.dtype | None, expected: torch.dtype
 ) -> None:
-    assert expected == sum_dtype(own, wanted)
+    assert expected == choose_sum_dtype(own, wanted)
 
 
 class Layers(MLP):

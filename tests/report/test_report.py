@@ -10,9 +10,9 @@ from transformers import ViTConfig, ViTModel
 
 import autotp
 from autotp.records.plan import BUCKET, Pair, Plan
-from autotp.report.distinct import pair_rows, pattern
-from autotp.report.plan import text
-from autotp.report.units import bytes_text, share_text, time_text
+from autotp.report.distinct import list_pair_rows, star_layers_of
+from autotp.report.plan import format_plan
+from autotp.report.units import format_bytes, format_share, format_time
 from tests.models import build
 from tests.plans import decoder_plan, parameter
 from tests.toys import MLP
@@ -32,7 +32,7 @@ def _section(report: str, title: str) -> str:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_line_is_wider_than_the_page(width: int) -> None:
-    assert width >= max(len(line) for line in text(PLAN, width).splitlines())
+    assert width >= max(len(line) for line in format_plan(PLAN, width).splitlines())
 
 
 @pytest.mark.slow
@@ -62,14 +62,14 @@ def test_no_line_is_wider_than_the_page(width: int) -> None:
     ],
 )
 def test_every_fact_is_on_the_page(width: int, fact: str) -> None:
-    report = text(PLAN, width)
+    report = format_plan(PLAN, width)
 
     assert _squeezed(fact) in _squeezed(report) or all(word in report for word in fact.split())
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_names_are_never_cut_off(width: int) -> None:
-    report = text(PLAN, width)
+    report = format_plan(PLAN, width)
 
     assert "…" not in report
     assert {"gate_proj", "up_proj", "down_proj", "o_proj", ".post_attention_layernorm"} <= set(
@@ -78,7 +78,7 @@ def test_names_are_never_cut_off(width: int) -> None:
 
 
 def test_a_pair_is_said_once_with_its_count_layouts_and_collectives() -> None:
-    rows = _section(text(PLAN, 160), "Pairs").splitlines()[3:]
+    rows = _section(format_plan(PLAN, 160), "Pairs").splitlines()[3:]
 
     assert [
         (
@@ -97,7 +97,7 @@ def test_a_pair_is_said_once_with_its_count_layouts_and_collectives() -> None:
 
 
 def test_collectives_are_summed_by_phase() -> None:
-    section = _section(text(PLAN, 160), "Collectives")
+    section = _section(format_plan(PLAN, 160), "Collectives")
     rows = [" ".join(line.split()) for line in section.splitlines()]
 
     assert "32 forward all-reduce model.layers.*.self_attn.o_proj 33.6 MB 1.88 GB 4.82 ms" in rows
@@ -105,14 +105,14 @@ def test_collectives_are_summed_by_phase() -> None:
 
 
 def test_inference_has_no_backward_and_no_gradients() -> None:
-    report = text(decoder_plan(training=False))
+    report = format_plan(decoder_plan(training=False))
 
     assert "inference" in report
     assert not re.search("backward|gradients|optimizer", report)
 
 
 def test_what_stays_whole_is_said_with_its_reason() -> None:
-    section = _section(text(PLAN), "Whole on every rank")
+    section = _section(format_plan(PLAN), "Whole on every rank")
 
     assert "norm: a norm needs the whole hidden state" in section
     assert "model.layers.*.input_layernorm.weight" in section
@@ -121,7 +121,7 @@ def test_what_stays_whole_is_said_with_its_reason() -> None:
 
 def test_an_axis_that_stays_whole_says_why() -> None:
     pair = replace(PLAN.pairs[0], split=False, local_sizes=(8,) * 8, note="8 heads over 3 ranks")
-    report = text(replace(PLAN, pairs=(pair, *PLAN.pairs[1:])), 160)
+    report = format_plan(replace(PLAN, pairs=(pair, *PLAN.pairs[1:])), 160)
 
     assert "kv: 8, whole" in report
     assert "8 heads over 3 ranks" in report
@@ -129,47 +129,47 @@ def test_an_axis_that_stays_whole_says_why() -> None:
 
 def test_unruled_ops_and_warnings_are_listed() -> None:
     plan = replace(PLAN, unruled=("aten.foo at model.bar",), warnings=("a [red]loud[/] warning",))
-    report = text(plan)
+    report = format_plan(plan)
 
     assert "aten.foo at model.bar" in _section(report, "Ops without a rule")
     assert "a [red]loud[/] warning" in _section(report, "Warnings")
 
 
 def test_a_gap_is_admitted() -> None:
-    report = text(replace(PLAN, gap=0.02, method="milp", width=0), 160)
+    report = format_plan(replace(PLAN, gap=0.02, method="milp", width=0), 160)
 
     assert "within 2.00 % of the lower bound (milp, width 0, 1,996 variables)" in report
 
 
 def test_the_proof_says_that_the_latency_of_the_bucket_is_left_out() -> None:
     bucket = replace(PLAN.collectives[0], phase="backward", where=BUCKET)
-    report = text(replace(PLAN, collectives=(*PLAN.collectives, bucket)), 160)
+    report = format_plan(replace(PLAN, collectives=(*PLAN.collectives, bucket)), 160)
 
     assert "proven minimal, the gradient bucket's latency left out (exact" in report
-    assert "left out" not in text(PLAN, 160)
+    assert "left out" not in format_plan(PLAN, 160)
 
 
 def test_tied_names_are_shown_with_the_parameter() -> None:
     name = "model.embed_tokens.weight"
     tied = replace(PLAN.parameters[name], tied=("head.weight",))
-    report = text(replace(PLAN, parameters={**PLAN.parameters, name: tied}), 160)
+    report = format_plan(replace(PLAN, parameters={**PLAN.parameters, name: tied}), 160)
 
     assert "= head.weight" in _section(report, "Split, in no pair")
 
 
 def test_colour_is_only_on_demand() -> None:
-    assert "\x1b" not in text(PLAN)
-    assert "\x1b" in text(PLAN, color=True)
+    assert "\x1b" not in format_plan(PLAN)
+    assert "\x1b" in format_plan(PLAN, color=True)
 
 
 def test_colours_change_nothing_else() -> None:
-    plain = re.sub(r"\x1b\[[\d;]*m", "", text(PLAN, color=True))
+    plain = re.sub(r"\x1b\[[\d;]*m", "", format_plan(PLAN, color=True))
 
-    assert _squeezed(text(PLAN)) == _squeezed(plain)
+    assert _squeezed(format_plan(PLAN)) == _squeezed(plain)
 
 
 def test_printing_a_plan_shows_the_report() -> None:
-    assert text(PLAN) == str(PLAN)
+    assert format_plan(PLAN) == str(PLAN)
 
 
 def test_rich_prints_the_report() -> None:
@@ -177,11 +177,11 @@ def test_rich_prints_the_report() -> None:
     with console.capture() as capture:
         console.print(PLAN)
 
-    assert _squeezed(text(PLAN)) == _squeezed(capture.get())
+    assert _squeezed(format_plan(PLAN)) == _squeezed(capture.get())
 
 
 def test_a_collective_is_filed_under_the_pair_whose_parameter_it_follows() -> None:
-    rows = pair_rows(PLAN)
+    rows = list_pair_rows(PLAN)
 
     assert [("forward", 1), ("backward", 1)] == [(t[0], t[4]) for t in rows[0].collectives]
     assert () == rows[2].collectives
@@ -190,7 +190,7 @@ def test_a_collective_is_filed_under_the_pair_whose_parameter_it_follows() -> No
 def test_layers_that_differ_get_their_own_rows() -> None:
     plan = decoder_plan(layers=3)
     odd = replace(plan.pairs[2], size=16)
-    rows = pair_rows(replace(plan, pairs=(*plan.pairs[:2], odd, *plan.pairs[3:])))
+    rows = list_pair_rows(replace(plan, pairs=(*plan.pairs[:2], odd, *plan.pairs[3:])))
 
     assert [(2, "model.layers.*.self_attn"), (3, "model.layers.*.mlp")] == [
         (row.count, row.path) for row in rows[:2]
@@ -216,7 +216,7 @@ def test_a_pair_of_bare_parameters_keeps_their_names() -> None:
     )
     plan = _with(records, pair)
 
-    assert (("column", ("up",)), ("row", ("down",))) == pair_rows(plan)[0].layouts
+    assert (("column", ("up",)), ("row", ("down",))) == list_pair_rows(plan)[0].layouts
 
 
 def test_pairs_that_share_an_axis_keep_their_own_weights() -> None:
@@ -224,7 +224,7 @@ def test_pairs_that_share_an_axis_keep_their_own_weights() -> None:
     pairs = [Pair("mlp", "h", 4, (2, 2), (r.name,), (), "h", r.name[:1], True) for r in records]
     plan = replace(_with(records, pairs[0]), pairs=tuple(pairs))
 
-    assert ["a", "b"] == [row.layouts[0][1][0].split(".")[0] for row in pair_rows(plan)]
+    assert ["a", "b"] == [row.layouts[0][1][0].split(".")[0] for row in list_pair_rows(plan)]
 
 
 def _with(records: list, pair: Pair) -> Plan:  # type: ignore[type-arg]
@@ -234,7 +234,7 @@ def _with(records: list, pair: Pair) -> Plan:  # type: ignore[type-arg]
 
 
 def test_patterns_star_only_what_varies() -> None:
-    assert "a.*.layer.0.b" == pattern(["a.0.layer.0.b", "a.1.layer.0.b"])
+    assert "a.*.layer.0.b" == star_layers_of(["a.0.layer.0.b", "a.1.layer.0.b"])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_patterns_star_only_what_varies() -> None:
     ],
 )
 def test_bytes_have_three_figures(number: int, shown: str) -> None:
-    assert shown == bytes_text(number)
+    assert shown == format_bytes(number)
 
 
 @pytest.mark.parametrize(
@@ -257,15 +257,15 @@ def test_bytes_have_three_figures(number: int, shown: str) -> None:
     [(0, "0 ps"), (150_260_000, "150 µs"), (7_200_000_000, "7.20 ms"), (10**13, "10.0 s")],
 )
 def test_times_have_three_figures(number: int, shown: str) -> None:
-    assert shown == time_text(number)
+    assert shown == format_time(number)
 
 
 def test_shares_are_per_cent() -> None:
     assert ["12.5 %", "-", "0 %", "< 0.01 %"] == [
-        share_text(1, 8),
-        share_text(1, 0),
-        share_text(0, 5),
-        share_text(1, 10**6),
+        format_share(1, 8),
+        format_share(1, 0),
+        format_share(0, 5),
+        format_share(1, 10**6),
     ]
 
 
@@ -278,7 +278,9 @@ def tied(request: pytest.FixtureRequest) -> Plan:
 
 @pytest.mark.slow
 def test_every_collective_is_filed_under_the_pair_that_makes_it_necessary(tied: Plan) -> None:
-    found = {row.first.role: [(c[0], c[1]) for c in row.collectives] for row in pair_rows(tied)}
+    found = {
+        row.first.role: [(c[0], c[1]) for c in row.collectives] for row in list_pair_rows(tied)
+    }
 
     assert {
         "vocabulary": [
@@ -335,7 +337,7 @@ class Fixed(MLP):
 def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> None:
     plan = autotp.plan(Fixed().eval(), 2, example_inputs={"x": torch.randn(2, 12, 16)})
 
-    assert "x · eval (holds for fixed sizes, see Warnings)" in text(plan)
+    assert "x · eval (holds for fixed sizes, see Warnings)" in format_plan(plan)
     assert plan.warnings[0].startswith(
         "the graph holds for these sizes only: sequence 12; other sizes are captured when they come"
     )

@@ -10,9 +10,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from autotp.runtime.codegen import bindings, in_place
-from autotp.runtime.codegen.bindings import bind
-from autotp.runtime.codegen.function import function
-from autotp.runtime.codegen.in_place import sum_in_place
+from autotp.runtime.codegen.bindings import bind_ops
+from autotp.runtime.codegen.function import compile_graph
+from autotp.runtime.codegen.in_place import reduce_in_place
 
 COLLECTIVES = torch.ops._c10d_functional
 
@@ -40,14 +40,14 @@ INPUTS = (torch.randn(2, 3, 8), torch.randn(8, 8), torch.tensor([[1, 2, 3], [4, 
 def test_what_runs_gives_what_the_graph_gives() -> None:
     graph = traced(block, *INPUTS)
     expected = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*INPUTS)
-    actual = function(graph)(nn.Module(), *INPUTS)
+    actual = compile_graph(graph)(nn.Module(), *INPUTS)
 
     assert torch.equal(expected, actual)
 
 
 def test_ops_are_called_through_their_bindings() -> None:
     graph = traced(block, *INPUTS)
-    bind(graph)
+    bind_ops(graph)
     called = {node.target for node in graph.nodes if node.op == "call_function"}
 
     assert {torch.add, torch.rsqrt, torch.transpose, functional.linear, torch.Tensor.to} <= called
@@ -57,10 +57,10 @@ def test_a_binding_that_does_another_thing_is_not_taken(monkeypatch: pytest.Monk
     def others(op: object) -> list[Callable[..., Any]]:
         return [torch.sub, torch.mul, lambda x, y: torch.add(x, y, alpha=2), torch.relu]
 
-    monkeypatch.setattr(bindings, "_candidates", others)
+    monkeypatch.setattr(bindings, "_list_candidates", others)
     monkeypatch.setattr(bindings, "_FOUND", {})
     graph = traced(lambda x: torch.add(x, x), torch.randn(3))
-    bind(graph)
+    bind_ops(graph)
 
     assert torch.ops.aten.add.Tensor in {node.target for node in graph.nodes}
 
@@ -68,7 +68,7 @@ def test_a_binding_that_does_another_thing_is_not_taken(monkeypatch: pytest.Monk
 def test_binding_draws_no_random_numbers() -> None:
     graph = traced(lambda x: functional.dropout(x, 0.5, training=True), torch.randn(3))
     before = torch.get_rng_state()
-    function(graph)
+    compile_graph(graph)
 
     assert torch.equal(before, torch.get_rng_state())
 
@@ -78,7 +78,7 @@ def test_a_graph_without_values_stays_as_it_is() -> None:
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops.aten.neg.default, (x,)))
 
-    assert torch.equal(torch.tensor([-1.0]), function(graph)(nn.Module(), torch.tensor([1.0])))
+    assert torch.equal(torch.tensor([-1.0]), compile_graph(graph)(nn.Module(), torch.tensor([1.0])))
 
 
 def summed(make: Callable[[Tensor, Tensor], Tensor], *, read_twice: bool = False) -> object:
@@ -90,7 +90,7 @@ def summed(make: Callable[[Tensor, Tensor], Tensor], *, read_twice: bool = False
         return whole + made if read_twice else whole
 
     graph = traced(forward, torch.randn(2, 8), torch.randn(8, 8))
-    sum_in_place(graph)
+    reduce_in_place(graph)
     return next(n.target for n in graph.nodes if "all_reduce" in str(n.target))
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autotp.runtime.group.digest import digest
+from autotp.runtime.group.digest import digest_tensor
 
 SIZES = [0, 1, 3, 512, 4096, 5000, 600_001]
 
@@ -17,27 +17,27 @@ def drawn(count: int) -> torch.Tensor:
 def test_one_bit_changes_it(count: int, dtype: torch.dtype) -> None:
     x = drawn(count).to(dtype)
 
-    assert digest(x) == digest(x.clone())
+    assert digest_tensor(x) == digest_tensor(x.clone())
     for place in {0, count // 2, count - 1} if count else ():
         y = x.clone()
         y.view(torch.uint8)[place * x.element_size()] ^= 1
-        assert digest(y) != digest(x), place
+        assert digest_tensor(y) != digest_tensor(x), place
 
 
 def test_the_order_of_elements_rows_and_columns_counts() -> None:
     x = drawn(600_000).view(100, 6000)
     twins = [x.flip(0), x.flip(1), x[torch.randperm(100)], x.roll(1, 1), x.roll(1024, 1)]
 
-    assert len({digest(t) for t in (x, *twins)}) == 6
+    assert len({digest_tensor(t) for t in (x, *twins)}) == 6
 
 
 def test_shape_and_dtype_count_and_strides_do_not() -> None:
     x = drawn(6000).view(60, 100)
 
-    assert digest(x.t()) == digest(x.t().contiguous())
-    assert digest(x) != digest(x.view(100, 60))
-    assert digest(x) != digest(x.view(torch.int32))
-    assert digest(x.view(-1)[1:]) == digest(x.view(-1)[1:].clone())
+    assert digest_tensor(x.t()) == digest_tensor(x.t().contiguous())
+    assert digest_tensor(x) != digest_tensor(x.view(100, 60))
+    assert digest_tensor(x) != digest_tensor(x.view(torch.int32))
+    assert digest_tensor(x.view(-1)[1:]) == digest_tensor(x.view(-1)[1:].clone())
 
 
 def test_any_kind_of_tensor_has_one() -> None:
@@ -49,5 +49,5 @@ def test_any_kind_of_tensor_has_one() -> None:
         torch.tensor([torch.nan]),
     ]
 
-    assert len(kinds) == len({digest(x) for x in kinds})
-    assert digest(torch.tensor([torch.nan])) == digest(torch.tensor([torch.nan]))
+    assert len(kinds) == len({digest_tensor(x) for x in kinds})
+    assert digest_tensor(torch.tensor([torch.nan])) == digest_tensor(torch.tensor([torch.nan]))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from autotp.errors import PlanError
-from autotp.runtime.generation import generating
+from autotp.runtime.generation import override_generation
 from tests.benchmarks.generating_report import report
 
 
@@ -22,7 +22,7 @@ class Sees(nn.Module):
 
 
 def test_towers_run_in_the_forward_and_images_are_not_repeated() -> None:
-    own = generating(Sees)
+    own = override_generation(Sees)
     expand = own["_expand_inputs_for_generation"]
     images = {"pixel_values": torch.ones(2, 3)}
 
@@ -34,7 +34,7 @@ def test_towers_run_in_the_forward_and_images_are_not_repeated() -> None:
 
 
 def test_a_module_that_generates_nothing_gets_nothing() -> None:
-    assert {} == generating(nn.Linear)
+    assert {} == override_generation(nn.Linear)
 
 
 def test_the_page_of_what_generates_counts_each_result() -> None:

@@ -18,7 +18,7 @@ from autotp.capture.capture import capture
 from autotp.capture.program import Guard
 from autotp.errors import CaptureError, PlanError, WeightsError
 from autotp.lower.outline import outline
-from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
+from autotp.runtime.codegen.tidy import name_device, tidy_code, wrap_lines
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.layer import Layer
 from autotp.runtime.model import ShardedModel, add_variant
@@ -391,14 +391,14 @@ def test_the_code_is_written_as_people_write_it() -> None:
     value = "torch.ops.aten.slice.Tensor(x, 1, 4, 9223372036854775807)"
     stepped = "f(x, 0, 0, 9223372036854775807, 2, device = device(type='cpu'))"
 
-    assert "torch.ops.aten.slice.Tensor(x, 1, 4)" == tidied(value)
-    assert "f(x, 0, 0, None, 2, device=device(type='cpu'))" == tidied(stepped)
-    assert "    y = f(x)  # (b, 4)" == wrapped("y", "f(x)", "(b, 4)")
+    assert "torch.ops.aten.slice.Tensor(x, 1, 4)" == tidy_code(value)
+    assert "f(x, 0, 0, None, 2, device=device(type='cpu'))" == tidy_code(stepped)
+    assert "    y = f(x)  # (b, 4)" == wrap_lines("y", "f(x)", "(b, 4)")
 
 
 def test_a_long_line_is_wrapped_and_means_the_same() -> None:
     call = f"f({', '.join(['self.weight'] * 9)}, 'tp')"
-    written = wrapped("y", call, "(b)")
+    written = wrap_lines("y", call, "(b)")
 
     assert 100 >= max(map(len, written.splitlines()))
     assert ast.dump(ast.parse(f"y = {call}")) == ast.dump(ast.parse(written.strip()))
@@ -406,12 +406,12 @@ def test_a_long_line_is_wrapped_and_means_the_same() -> None:
 
 def test_the_code_names_its_device_once() -> None:
     text = "f(device=device(type='cuda', index=1))\ng(device(type='cuda', index=1))"
-    code, line = named_device(text)
+    code, line = name_device(text)
 
     assert "f(device=DEVICE)\ng(DEVICE)" == code
     assert 'DEVICE = torch.device("cuda:1" if torch.cuda.is_available() else "cpu")' == line
-    assert 'DEVICE = torch.device("cpu")' == named_device("f(device(type='cpu'))")[1]
-    assert ("f(x)", "") == named_device("f(x)")
+    assert 'DEVICE = torch.device("cpu")' == name_device("f(device(type='cpu'))")[1]
+    assert ("f(x)", "") == name_device("f(x)")
 
 
 @pytest.mark.slow

@@ -172,10 +172,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "examples"))))
-    monkeypatch.setattr(rulebook, "root", lambda: tmp_path / "rules")
-    rulebook.load.cache_clear()
+    monkeypatch.setattr(rulebook, "find_rules_root", lambda: tmp_path / "rules")
+    rulebook._load_directory.cache_clear()
     yield tmp_path
-    rulebook.load.cache_clear()
+    rulebook._load_directory.cache_clear()
 
 
 @pytest.mark.parametrize("name", NAMES)

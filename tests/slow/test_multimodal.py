@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 
-from autotp.capture.program import broken_guard
+from autotp.capture.program import find_broken_guard
 from tests import multimodal
 from tests.proven import Captured
 
@@ -34,8 +34,8 @@ def test_values_that_sizes_depend_on_are_guarded() -> None:
     work = captured("qwen2_vl").work
     other = dict(work.inputs)
     other["image_grid_thw"] = torch.tensor([[1, 2, 8], [1, 4, 4]])
-    broken = broken_guard(work.program, other)
+    broken = find_broken_guard(work.program, other)
 
-    assert broken_guard(work.program, work.inputs) is None
+    assert find_broken_guard(work.program, work.inputs) is None
     assert broken is not None
     assert "L['image_grid_thw'].tolist() == [[1, 4, 4], [1, 4, 4]]" == broken.expression

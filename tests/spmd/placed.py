@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autotp.algebra.placement import Kind
 from autotp.algebra.split import Split
-from autotp.runtime.ops.blocks import first_copy, put, take
+from autotp.runtime.ops.blocks import keep_first_copy, slice_block, write_block
 
 __all__ = ["gradient_kind", "is_placed", "part", "whole"]
 
@@ -33,7 +33,7 @@ def gradient_kind(kind: Kind) -> str:
 def part(x: Tensor, kind: str, dim: int, split: Split, rank: int, world: int) -> Tensor:
     """What `rank` holds of `x`; summands are drawn at random."""
     if kind in ("S", "S~"):
-        return take(x, dim, split, rank, world).clone()
+        return slice_block(x, dim, split, rank, world).clone()
     if kind == "S+":
         return _summands(x, dim, split, world)[rank]
     if kind == "P":
@@ -44,10 +44,13 @@ def part(x: Tensor, kind: str, dim: int, split: Split, rank: int, world: int) ->
 
 def _summands(x: Tensor, dim: int, split: Split, world: int) -> list[Tensor]:
     ranks = range(world)
-    drawn = [take(whole(x.shape, 100 + r), dim, split, r, world) for r in ranks]
-    later = [n - first_copy(n, dim, split, r, world) for r, n in enumerate(drawn)]
-    rest = x - sum(put(n, dim, split, r, world) for r, n in enumerate(later))
-    firsts = [first_copy(take(rest, dim, split, r, world), dim, split, r, world) for r in ranks]
+    drawn = [slice_block(whole(x.shape, 100 + r), dim, split, r, world) for r in ranks]
+    later = [n - keep_first_copy(n, dim, split, r, world) for r, n in enumerate(drawn)]
+    rest = x - sum(write_block(n, dim, split, r, world) for r, n in enumerate(later))
+    firsts = [
+        keep_first_copy(slice_block(rest, dim, split, r, world), dim, split, r, world)
+        for r in ranks
+    ]
     return [first + n for first, n in zip(firsts, later, strict=True)]
 
 
@@ -56,7 +59,7 @@ def is_placed(x: Tensor, parts: Sequence[Tensor], kind: str, dim: int, split: Sp
     if kind == "P":
         return torch.equal(x, torch.stack(list(parts)).sum(0))
     if kind == "S+":
-        padded = [put(p, dim, split, rank, len(parts)) for rank, p in enumerate(parts)]
+        padded = [write_block(p, dim, split, rank, len(parts)) for rank, p in enumerate(parts)]
         return torch.equal(x, torch.stack(padded).sum(0))
     expected = [part(x, kind, dim, split, rank, len(parts)) for rank in range(len(parts))]
     return all(torch.equal(e, p) for e, p in zip(expected, parts, strict=True))

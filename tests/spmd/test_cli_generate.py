@@ -1,4 +1,4 @@
-"""`autotp generate`: it starts its own processes, and they say what the whole model would."""
+"""`autotp generate` starts its own processes, which generate what the unsharded model would."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A checkpoint without a tokenizer, and what its model says after 5, 6, 7, 8."""
+    """A checkpoint without a tokenizer, and what its model generates after 5, 6, 7, 8."""
     model: Any = build("llama", num_hidden_layers=1)[0]
     directory = tmp_path_factory.mktemp("checkpoint")
     model.save_pretrained(directory)
@@ -27,25 +27,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
     return directory, model.generate(ids, **asked)[0, 4:].tolist()
 
 
-def test_the_words_come_from_two_processes(
+def test_the_tokens_come_from_two_processes(
     saved: tuple[Path, list[int]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    directory, words = saved
-    told = tmp_path / "told.json"
-    asked = ["--ids", "5,6,7,8", "--max-new-tokens", "40", "--json", str(told)]
+    directory, tokens = saved
+    written = tmp_path / "written.json"
+    asked = ["--token-ids", "5,6,7,8", "--max-new-tokens", "40", "--json", str(written)]
     code = cli.main(["generate", str(directory), "--tp", "2", *asked])
     out, err = capfd.readouterr()
 
     assert 0 == code, err
-    assert ",".join(map(str, words)) == out.strip()
-    assert words == json.loads(told.read_text())["ids"]
-    assert f"{len(words)} tokens: the first after" in err
+    assert ",".join(map(str, tokens)) == out.strip()
+    assert tokens == json.loads(written.read_text())["ids"]
+    assert f"{len(tokens)} tokens: the first after" in err
     assert "tokens/s" in err
 
 
 KILLED = """
 import os, signal, sys
-from autotp import cli, loading
+from autotp import loading
+from autotp.cli import main as cli
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -62,7 +63,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_message(
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run += [str(script), "generate", str(saved[0]), "--tp", "2", "--ids", "5,6,7"]
+    run += [str(script), "generate", str(saved[0]), "--tp", "2", "--token-ids", "5,6,7"]
     root = str(Path(__file__).parents[2])
     alone = {"OMP_NUM_THREADS": "1", "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"}
     env = {**os.environ, **alone}
@@ -85,6 +86,6 @@ def test_what_cannot_start_is_told_before_any_process_does(
     saved: tuple[Path, list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 2 == cli.main(["generate", str(saved[0]), "--tp", "2", "--prompt", "Hello"])
-    assert "it has no tokenizer's files" in capsys.readouterr().err
-    assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", "--ids", "1"])
-    assert "it has no config.json" in capsys.readouterr().err
+    assert "has no tokenizer files" in capsys.readouterr().err
+    assert 2 == cli.main(["generate", str(tmp_path), "--tp", "2", "--token-ids", "1"])
+    assert "has no config.json" in capsys.readouterr().err

@@ -10,8 +10,8 @@ from torch import Tensor
 from autotp.algebra.placement import CONVERSIONS, Kind, Primitive
 from autotp.algebra.split import Extent, Segment, Split, block, segment
 from autotp.errors import PlanError
-from autotp.runtime.group.process_group import resolve
-from autotp.runtime.ops.library import schema
+from autotp.runtime.group.process_group import resolve_group
+from autotp.runtime.ops.library import write_schema
 from tests.spmd.placed import gradient_kind, is_placed, part, whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally
@@ -73,14 +73,14 @@ def target_cut(target: tuple[Kind, Kind], cut: str) -> Cut:
 
 def arguments(change: tuple[Kind, Kind], cut: str) -> list[object]:
     (dim, split), (to_dim, to_split) = CUTS[cut], target_cut(change, cut)
-    signature = schema(CONVERSIONS[change])
+    signature = write_schema(CONVERSIONS[change])
     first = [dim, split.encode()] if "int[] split" in signature else []
     last = [to_dim, to_split.encode()] if "int[] to_split" in signature else []
     return [*first, *last]
 
 
 def convert(rank: int, world: int, change: tuple[Kind, Kind], cut: str) -> Outcome:
-    (source, target), group = change, resolve(world).name
+    (source, target), group = change, resolve_group(world).name
     given, wanted = CUTS[cut], target_cut(change, cut)
     numbers = (*arguments(change, cut), group)
     run = getattr(OPS, CONVERSIONS[change].op)
@@ -133,7 +133,7 @@ def test_conversion(pool: Pools, world: int, change: tuple[Kind, Kind]) -> None:
 def overlapping(rank: int, world: int) -> str:
     try:
         OPS.exchange(
-            torch.ones(6), 0, block(12).encode(), 0, block(12).encode(), resolve(world).name
+            torch.ones(6), 0, block(12).encode(), 0, block(12).encode(), resolve_group(world).name
         )
     except PlanError as error:
         return str(error)
@@ -146,7 +146,7 @@ def test_exchange_within_one_dim_is_refused_before_communicating(pool: Pools) ->
 
 
 def integers(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
-    group, split = resolve(world).name, block(4).encode()
+    group, split = resolve_group(world).name, block(4).encode()
     x = torch.arange(4)
     local = OPS.scatter(x, 0, split, group)
     return local, OPS.gather(local, 0, split, group), OPS.reduce(x, group)
@@ -164,7 +164,7 @@ def test_integers_are_converted_without_gradients(pool: Pools) -> None:
 
 
 def in_float32(rank: int, world: int, op: str, wide: bool) -> tuple[Tensor, Tensor, list[str]]:
-    group, dtype = resolve(world).name, torch.float32 if wide else None
+    group, dtype = resolve_group(world).name, torch.float32 if wide else None
     cut = (0, block(2 * world).encode()) if op in ("reduce_scatter", "gather_copy") else ()
     x = torch.ones(2 if op == "gather_copy" else 2 * world, dtype=torch.bfloat16)
     x.requires_grad_()

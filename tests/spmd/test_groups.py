@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autotp.algebra.split import block
 from autotp.errors import PlanError
-from autotp.runtime.group.agreement import agree
-from autotp.runtime.group.process_group import Group, resolve
+from autotp.runtime.group.agreement import require_agreement
+from autotp.runtime.group.process_group import Group, resolve_group
 from autotp.runtime.ops import library as conjugates
 from tests.spmd.placed import whole
 from tests.spmd.pool import Pool
@@ -25,11 +25,11 @@ assert conjugates.LIBRARY.ns == "autotp"
 def strided_group(rank: int) -> Group:
     """Two groups of two: world ranks 0 and 2, and 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return resolve(2, group=groups[rank % 2])
+    return resolve_group(2, group=groups[rank % 2])
 
 
 def mesh_group(rank: int) -> Group:
-    return resolve(None, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data")))
+    return resolve_group(None, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data")))
 
 
 MAKERS = {"group": strided_group, "mesh": mesh_group}
@@ -67,7 +67,7 @@ def message_of(run: Callable[[], object]) -> str:
 
 def as_outsider(rank: int, world: int) -> str:
     group = dist.new_group([0])
-    return message_of(lambda: resolve(None, group=group))
+    return message_of(lambda: resolve_group(None, group=group))
 
 
 def test_an_outsider_is_told_so(pool: Pools) -> None:
@@ -78,7 +78,7 @@ def test_an_outsider_is_told_so(pool: Pools) -> None:
 
 
 def wrong_size(rank: int, world: int) -> str:
-    return message_of(lambda: resolve(3))
+    return message_of(lambda: resolve_group(3))
 
 
 def test_tp_unlike_the_world_is_refused_on_every_rank(pool: Pools) -> None:
@@ -87,8 +87,8 @@ def test_tp_unlike_the_world_is_refused_on_every_rank(pool: Pools) -> None:
 
 
 def compared(rank: int, world: int, texts: list[str]) -> str:
-    group = resolve(world)
-    return message_of(lambda: agree(group, texts[rank], "the plan"))
+    group = resolve_group(world)
+    return message_of(lambda: require_agreement(group, texts[rank], "the plan"))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch import Tensor
 import autotp
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import block
-from autotp.runtime.group.process_group import resolve
-from autotp.runtime.ops.grouped_rows import rows_back, rows_first
+from autotp.runtime.group.process_group import resolve_group
+from autotp.runtime.ops.grouped_rows import move_rows_back, move_rows_first
 from autotp.verification.simulate.collectives import run_jointly
 from tests.planner.test_experts import Sorted, drawn, tokens
 from tests.spmd.beside import differences, joined_over
@@ -38,13 +38,13 @@ def placed(x: Tensor, kind: str, bounds: Tensor, rank: int, world: int) -> Tenso
     """What a rank holds of `x`; the rows after its own are NaN: they mean nothing."""
     if kind != "G":
         return part(x, kind, 0, block(SHAPE[0]), rank, world)
-    own = rows_first(torch.ones_like(x), bounds, DIM, rank, world) == 1
-    return rows_first(x, bounds, DIM, rank, world).masked_fill(~own, torch.nan)
+    own = move_rows_first(torch.ones_like(x), bounds, DIM, rank, world) == 1
+    return move_rows_first(x, bounds, DIM, rank, world).masked_fill(~own, torch.nan)
 
 
 def is_placed(x: Tensor, parts: list[Tensor], kind: str, bounds: Tensor) -> bool:
     if kind == "G":
-        parts = [rows_back(p, bounds, DIM, r, len(parts)) for r, p in enumerate(parts)]
+        parts = [move_rows_back(p, bounds, DIM, r, len(parts)) for r, p in enumerate(parts)]
     totals = [sum(parts[1:], parts[0])] if kind in ("P", "G") else parts
     return all(torch.equal(x, found) for found in totals)
 
@@ -62,7 +62,7 @@ def convert(rank: int, world: int, change: tuple[Kind, Kind], bounds: Tensor) ->
     x = placed(whole(SHAPE, 1), source, bounds, rank, world).requires_grad_()
     dy = placed(whole(SHAPE, 2), DUAL[target], bounds, rank, world)
     with Tally() as forward:
-        y = op(x, bounds, DIM, resolve(world).name)
+        y = op(x, bounds, DIM, resolve_group(world).name)
     with Tally() as backward:
         (dx,) = torch.autograd.grad(y, x, dy)
     ran = list(forward.kinds.elements()), list(backward.kinds.elements())

@@ -10,9 +10,9 @@ from torch import Tensor, fx, nn
 from torch.nn.functional import embedding, linear
 
 from autotp.algebra.split import block
-from autotp.runtime.group.process_group import rank_of, resolve, size_of
+from autotp.runtime.group.process_group import find_rank, find_size, resolve_group
 from autotp.runtime.ops import library as conjugates
-from autotp.runtime.ops.blocks import join, take
+from autotp.runtime.ops.blocks import concatenate_shards, slice_block
 from tests.spmd.placed import whole
 from tests.spmd.pool import Pool
 from tests.spmd.tally import Tally
@@ -31,7 +31,7 @@ def raw_reduce(x: Tensor, group: str) -> Tensor:
 def gradient_of_replicated_loss(rank: int, world: int, raw: bool) -> Tensor:
     x = torch.full((3,), float(rank), requires_grad=True)
     reduce = raw_reduce if raw else OPS.reduce
-    reduce(x, resolve(world).name).sum().backward()
+    reduce(x, resolve_group(world).name).sum().backward()
     assert x.grad is not None
     return x.grad
 
@@ -48,23 +48,23 @@ def test_the_raw_all_reduce_scales_it(pool: Pools) -> None:
 
 
 def naive_keep_first(x: Tensor, group: str) -> Tensor:
-    return x * (rank_of(group) == 0)
+    return x * (find_rank(group) == 0)
 
 
 def trained_row_linear(rank: int, world: int, naive: bool) -> tuple[Tensor, Tensor]:
     keep_first = naive_keep_first if naive else OPS.keep_first
-    return trained(rank, world, keep_first, resolve(world).name)
+    return trained(rank, world, keep_first, resolve_group(world).name)
 
 
 def trained(
     rank: int, world: int, keep_first: Callable[[Tensor, str], Tensor], group: str
 ) -> tuple[Tensor, Tensor]:
     """Weight part and bias of a row-parallel linear after three AdamW steps."""
-    weight = nn.Parameter(take(whole((5, 12), 1) / 10, 1, block(12), rank, world).clone())
+    weight = nn.Parameter(slice_block(whole((5, 12), 1) / 10, 1, block(12), rank, world).clone())
     bias = nn.Parameter(whole((5,), 2) / 10)
     optimizer = torch.optim.AdamW([weight, bias], lr=0.1)
     for step in range(3):
-        x = take(whole((4, 12), 10 + step), 1, block(12), rank, world)
+        x = slice_block(whole((4, 12), 10 + step), 1, block(12), rank, world)
         y = OPS.reduce(linear(x, weight, keep_first(bias, group)), group)
         optimizer.zero_grad()
         (y - whole((4, 5), 20 + step)).square().mean().backward()
@@ -74,12 +74,12 @@ def trained(
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_row_parallel_bias_stays_equal_over_three_steps(pool: Pools, world: int) -> None:
-    weight, bias = trained(0, 1, OPS.keep_first, resolve(1).name)
+    weight, bias = trained(0, 1, OPS.keep_first, resolve_group(1).name)
     weights, biases = zip(*pool(world).run(trained_row_linear, False), strict=True)
 
     assert all(torch.equal(biases[0], other) for other in biases)
     torch.testing.assert_close(biases[0], bias)
-    torch.testing.assert_close(join(weights, 1, block(12)), weight)
+    torch.testing.assert_close(concatenate_shards(weights, 1, block(12)), weight)
 
 
 def test_a_naive_bias_drifts(pool: Pools) -> None:
@@ -94,7 +94,7 @@ def shared_gradients(rank: int, world: int, dtype: torch.dtype | None) -> tuple[
     narrow = whole((2,), 3).float().requires_grad_()
     frozen = whole((2,), 4).half()
     xs = OPS.share_gradients(
-        [w, frozen, unused, narrow], [[]] * 4, resolve(world).name, dtype=dtype
+        [w, frozen, unused, narrow], [[]] * 4, resolve_group(world).name, dtype=dtype
     )
     assert [w.data_ptr(), frozen.data_ptr()] == [xs[0].data_ptr(), xs[1].data_ptr()]
     loss = (xs[0] * (rank + 1)).t().sum() + (xs[1] * xs[3]).sum() * rank
@@ -123,7 +123,7 @@ def test_shared_gradients_take_one_all_reduce_a_dtype(
 
 def without_gradients(rank: int, world: int) -> int:
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    OPS.share_gradients([x], [[]], resolve(world).name)
+    OPS.share_gradients([x], [[]], resolve_group(world).name)
     with Tally() as tally:
         y.sum().backward()
     assert x.grad is None
@@ -135,8 +135,8 @@ def test_shared_gradients_that_nobody_wants_cost_nothing(pool: Pools) -> None:
 
 
 def looked_up(rank: int, world: int) -> tuple[Tensor, Tensor]:
-    group, table = resolve(world).name, whole((12, 3), 1)
-    local = take(table, 0, block(12), rank, world).clone().requires_grad_()
+    group, table = resolve_group(world).name, whole((12, 3), 1)
+    local = slice_block(table, 0, block(12), rank, world).clone().requires_grad_()
     index, outside = OPS.local_index(torch.tensor([[0, 11, 5], [6, 3, 3]]), 12, group)
     rows = embedding(index, local).masked_fill(outside[..., None], 0.0)
     y = OPS.reduce(rows, group)
@@ -147,8 +147,8 @@ def looked_up(rank: int, world: int) -> tuple[Tensor, Tensor]:
 
 def looked_up_in_vain(rank: int, world: int) -> list[str]:
     """What a lookup of ids that no rank has says, and what one of ids that stand for none gives."""
-    group, found = resolve(world).name, list[str]()
-    local = take(whole((12, 3), 1), 0, block(12), rank, world)
+    group, found = resolve_group(world).name, list[str]()
+    local = slice_block(whole((12, 3), 1), 0, block(12), rank, world)
     for ids in ([0, 12], [-1, 3], [1200, 11]):
         index, _ = OPS.local_index(torch.tensor(ids), 12, group)
         with pytest.raises(IndexError) as caught:
@@ -172,7 +172,7 @@ def test_a_lookup_split_along_the_vocabulary(pool: Pools, world: int) -> None:
 
     assert table.grad is not None
     assert all(torch.equal(expected, value) for value in values)
-    assert torch.equal(table.grad, join(gradients, 0, block(12)))
+    assert torch.equal(table.grad, concatenate_shards(gradients, 0, block(12)))
 
 
 def mlp(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
@@ -184,8 +184,8 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, group: str) -> Tensor:
 
 
 def mlp_results(rank: int, world: int, way: str, group: str) -> list[Tensor]:
-    up = take(whole((4, 12), 2), 1, block(12), rank, world).clone().requires_grad_()
-    down = take(whole((12, 4), 3), 0, block(12), rank, world).clone().requires_grad_()
+    up = slice_block(whole((4, 12), 2), 1, block(12), rank, world).clone().requires_grad_()
+    down = slice_block(whole((12, 4), 3), 0, block(12), rank, world).clone().requires_grad_()
     results: list[Tensor] = []
     for rows in (3, 5):
         x = whole((rows, 4), rows).requires_grad_()
@@ -212,12 +212,12 @@ WAYS = {"eager": eager, "compiled": compiled, "copied graph": copied_graph}
 
 
 def mlp_in_process(rank: int, world: int, way: str) -> list[Tensor]:
-    return mlp_results(rank, world, way, resolve(world).name)
+    return mlp_results(rank, world, way, resolve_group(world).name)
 
 
 @pytest.mark.parametrize("way", ["compiled", "copied graph"])
 def test_one_process_computes_the_same_every_way(way: str) -> None:
-    group = resolve(1).name
+    group = resolve_group(1).name
     pairs = zip(mlp_results(0, 1, "eager", group), mlp_results(0, 1, way, group), strict=True)
 
     assert all(torch.equal(expected, actual) for expected, actual in pairs)
@@ -225,17 +225,19 @@ def test_one_process_computes_the_same_every_way(way: str) -> None:
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_two_processes_compute_what_one_does(pool: Pools, way: str) -> None:
-    expected = mlp_results(0, 1, "eager", resolve(1).name)
+    expected = mlp_results(0, 1, "eager", resolve_group(1).name)
     first, second = pool(2).run(mlp_in_process, way)
     for k, whole_result in enumerate(expected):
         dim = {2: 1, 3: 0}.get(k % 4)
-        joined = first[k] if dim is None else join([first[k], second[k]], dim, block(12))
+        joined = (
+            first[k] if dim is None else concatenate_shards([first[k], second[k]], dim, block(12))
+        )
 
         assert torch.equal(whole_result, joined)
 
 
 def shapes_without_data(rank: int, world: int) -> list[tuple[int, ...]]:
-    group, split = resolve(world).name, block(12).encode()
+    group, split = resolve_group(world).name, block(12).encode()
     x = torch.empty(3, 12, device="meta")
     local = OPS.scatter(x, 1, split, group)
     results = [
@@ -243,7 +245,7 @@ def shapes_without_data(rank: int, world: int) -> list[tuple[int, ...]]:
         OPS.gather(local, 1, split, group),
         OPS.reduce_scatter(x, 1, split, group),
         OPS.exchange(local, 1, split, 0, block(3).encode(), group)
-        if size_of(group) == 3
+        if find_size(group) == 3
         else local,
         OPS.reduce(x, group),
     ]

@@ -21,7 +21,7 @@ from autotp.algebra.placement import PARTIAL
 from autotp.algebra.split import Extent, Segment, Split
 from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import VerifyError
-from autotp.lower.check import check
+from autotp.lower.check import check_types
 from autotp.planner.analysis import Decision
 from autotp.planner.formulate import PlacementProblem
 from autotp.planner.strategy import Strategy
@@ -29,7 +29,7 @@ from autotp.records.evidence import Evidence
 from autotp.records.trace import Trace
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
-from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.blocks import slice_block
 from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.verification import compare_ranks
@@ -81,7 +81,7 @@ def checked(name: str, one: CompiledVariant, decision: Decision | None = None) -
     """What the type check says of a plan's graph; empty if it finds nothing."""
     work, rewritten = planned(name)[0], one.rewritten
     try:
-        check(
+        check_types(
             rewritten.graph,
             rewritten.values,
             rewritten.collectives,
@@ -362,7 +362,7 @@ def of_the_next_rank(name: str) -> Callable[[ShardedModel], None]:
         record = model.plan.parameters[name]
         split = Split.decode(record.split)
         whole = planned("llama")[0].model.get_parameter(name)
-        hold(model, name, take(whole, record.dim, split, (model.rank + 1) % TP, TP))
+        hold(model, name, slice_block(whole, record.dim, split, (model.rank + 1) % TP, TP))
 
     return spoil
 

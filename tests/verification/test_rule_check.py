@@ -9,7 +9,7 @@ import torch
 
 from autotp.cli import main as cli
 from autotp.errors import RuleError
-from autotp.oprules.rulebook import load
+from autotp.oprules.rulebook import load_rulebook
 from autotp.verification.rules.cases import (
     call,
     complexes,
@@ -20,7 +20,7 @@ from autotp.verification.rules.cases import (
     real,
     short,
 )
-from autotp.verification.rules.check import check
+from autotp.verification.rules.check import check_rules
 from autotp.verification.rules.written import parse_sample
 
 ROWS = """
@@ -61,7 +61,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def test_a_row_is_right_wrong_or_untested(directory: Path) -> None:
-    found = {v.op: (v.verdict, v.reason) for v in check(load(directory))}
+    found = {v.op: (v.verdict, v.reason) for v in check_rules(load_rulebook(directory))}
 
     assert {
         "aten.cross.default": ("right", ""),
@@ -99,7 +99,7 @@ def test_right_rows_give_exit_code_0_and_json(
 
 
 def test_other_sizes_are_tried_than_the_samples_say(directory: Path) -> None:
-    (verdict,) = check(load(directory), ops="aten.sin.default")
+    (verdict,) = check_rules(load_rulebook(directory), ops="aten.sin.default")
 
     assert 2 == verdict.calls
 
@@ -168,4 +168,4 @@ def test_a_sample_that_cannot_be_read_is_reported_with_its_file_and_op(tmp_path:
 
     message = "mine.toml, aten.sin.default: sample 'rael(6)': 'rael' does not describe a tensor"
     with pytest.raises(RuleError, match=re.escape(message)):
-        list(check(load(tmp_path)))
+        list(check_rules(load_rulebook(tmp_path)))

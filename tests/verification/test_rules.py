@@ -6,14 +6,14 @@ import pytest
 import transformers.integrations.moe  # noqa: F401  (registers its grouped product)
 
 from autotp.algebra.partition import UNCUT
-from autotp.oprules.notation import parse
+from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Row
-from autotp.oprules.rulebook import Rulebook, load
-from autotp.verification.rules.cases import Sample, call, cases, real
-from autotp.verification.rules.laws import strategies_of, violations
+from autotp.oprules.rulebook import Rulebook, load_rulebook
+from autotp.verification.rules.cases import Sample, build_cases, call, real
+from autotp.verification.rules.laws import find_violations, list_strategies
 from autotp.verification.rules.written import parse_sample
 
-RULES = load()
+RULES = load_rulebook()
 SAMPLES = {op: tuple(map(parse_sample, row.samples)) for op, row in RULES.rows.items()}
 X = real(6, 2, 12)
 
@@ -22,9 +22,9 @@ def broken(op: str, samples: tuple[Sample, ...], rules: Rulebook) -> list[str]:
     return [
         f"{op}, sample {number}, constant {case.program.inputs}, {reason}"
         for number, sample in enumerate(samples)
-        for case in cases(op, sample, rules)
+        for case in build_cases(op, sample, rules)
         for tp in (2, 3, 4)
-        for reason in violations(case, tp)
+        for reason in find_violations(case, tp)
     ]
 
 
@@ -52,8 +52,8 @@ def test_some_sample_of_every_row_can_be_split(op: str) -> None:
     partitions = {
         strategy.partition
         for sample in SAMPLES[op]
-        for case in cases(op, sample, RULES)
-        for strategy in strategies_of(case, 2, training=True)
+        for case in build_cases(op, sample, RULES)
+        for strategy in list_strategies(case, 2, training=True)
     }
 
     assert partitions > {UNCUT}
@@ -61,17 +61,17 @@ def test_some_sample_of_every_row_can_be_split(op: str) -> None:
 
 def test_dropout_drops_the_same_elements_on_every_rank_that_holds_a_summand() -> None:
     sample = call(X, 0.5, True)
-    case = next(cases("aten.dropout.default", sample, RULES))
-    whole = [s for s in strategies_of(case, 2, training=True) if not s.partition.parts]
+    case = next(build_cases("aten.dropout.default", sample, RULES))
+    whole = [s for s in list_strategies(case, 2, training=True) if not s.partition.parts]
 
     assert ["replicated", "partial:0", "shared"] == [s.label for s in whole]
-    assert [] == violations(case, 2, only=whole)
+    assert [] == find_violations(case, 2, only=whole)
 
 
 # ── twins: wrong rows that the law must catch ────────────────────────────────────────────────────
 
 WRONG = {
-    "softmax passes its dim": ("aten.softmax.int", {"signature": parse("... -> ...")}),
+    "softmax passes its dim": ("aten.softmax.int", {"signature": parse_rule("... -> ...")}),
     "mean without rescale": (
         "aten.mean.dim",
         {"options": {"kind": "sum"}, "emit": ""},
@@ -83,15 +83,15 @@ WRONG = {
     "amax joined by a sum": ("aten.amax.default", {"options": {"kind": "sum"}}),
     "lookup without a mask": ("aten.embedding.default", {"emit": ""}),
     "view with whole sizes": ("aten.view.default", {"emit": ""}),
-    "a sorted dim passes": ("aten.sort.default", {"signature": parse("... -> ..., ...")}),
-    "a cumulated dim passes": ("aten.cumsum.default", {"signature": parse("... -> ...")}),
+    "a sorted dim passes": ("aten.sort.default", {"signature": parse_rule("... -> ..., ...")}),
+    "a cumulated dim passes": ("aten.cumsum.default", {"signature": parse_rule("... -> ...")}),
     "queries see all keys": (
         "aten.scaled_dot_product_attention.default",
         {"whole": frozenset({"e", "q"})},
     ),
     "t instead of its operand": (
         "aten.t.default",
-        {"signature": parse("a b -> a b"), "derive": ""},
+        {"signature": parse_rule("a b -> a b"), "derive": ""},
     ),
 }
 
@@ -104,6 +104,6 @@ def test_a_wrong_row_is_caught(fault: str) -> None:
 
 
 def test_a_literal_added_on_every_rank_is_no_linear_set() -> None:
-    (case,) = cases("aten.add.Tensor", call(X, 1.0), RULES)
+    (case,) = build_cases("aten.add.Tensor", call(X, 1.0), RULES)
 
-    assert "partial:0" not in [s.label for s in strategies_of(case, 2, training=True)]
+    assert "partial:0" not in [s.label for s in list_strategies(case, 2, training=True)]

@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 
 from autotp.algebra.placement import CONVERSIONS, Kind
 from autotp.algebra.split import Split, block, segment
-from autotp.capture.graph_facts import whereabouts
+from autotp.capture.graph_facts import describe_node
 from autotp.capture.program import Program
 from autotp.errors import VerifyError
-from autotp.runtime.ops.library import schema
-from autotp.verification.simulate import Part, Simulation, simulate, walk
+from autotp.runtime.ops.library import write_schema
+from autotp.verification.simulate import Part, Simulation, simulate, walk_ranks
 from autotp.verification.simulate.collectives import JOINT
 from tests.hand_made import ATEN, GROUP, OURS, case
 from tests.spmd.placed import gradient_kind, is_placed, part, whole
@@ -76,7 +76,7 @@ def run(body: Body, own: list[Tensor], x: Tensor | None = None, **options: Any) 
         for w, graph in zip(own, graphs, strict=True)
     ]
     inputs = {"x": torch.zeros(()) if x is None else x}
-    return walk(parts, program_of(graphs[0]), inputs, **options)
+    return walk_ranks(parts, program_of(graphs[0]), inputs, **options)
 
 
 def weights(found: Simulation) -> list[Tensor]:
@@ -101,7 +101,7 @@ def test_a_conversion_keeps_the_law_of_placements(
     (source, target), conversion = change, CONVERSIONS[change]
     given = CUTS[cut]
     wanted = CUTS["columns" if cut == "rows" else "rows"] if target == source == "S" else given
-    signature = schema(conversion)
+    signature = write_schema(conversion)
     args: list[object] = [given[0], given[1].encode()] if "int[] split" in signature else []
     args += [wanted[0], wanted[1].encode()] if "int[] to_split" in signature else []
     own = [part(whole(SHAPE, 1), source, *given, rank, world) for rank in range(world)]
@@ -325,7 +325,7 @@ def test_layers_run_on_their_own_module() -> None:
         return Part(Tree(rank), root, layers, origin)
 
     parts, seen = [rank_part(rank) for rank in (0, 1)], dict[str, list[float]]()
-    found = walk(
+    found = walk_ranks(
         parts,
         program_of(parts[0].root),
         {"x": torch.tensor(1.0)},
@@ -347,7 +347,7 @@ def test_float64_takes_the_place_of_every_floating_dtype() -> None:
 
     graph = graph_of(body)
     part = Part(Holder(torch.ones(2).bfloat16()), graph, {}, {}, {"constant": torch.ones(2)})
-    found = walk([part], program_of(graph), {"x": torch.ones(2)}, dtype=torch.float64)
+    found = walk_ranks([part], program_of(graph), {"x": torch.ones(2)}, dtype=torch.float64)
 
     assert torch.float64 == found.outputs[0][0].dtype == found.parameters[0]["w"].dtype
     assert torch.bfloat16 == part.module.get_parameter("w").dtype
@@ -418,7 +418,7 @@ def test_ranks_that_cut_differently() -> None:
     parts = [Part(Holder(torch.ones(2, 2)), graph, {}, {}) for graph in graphs]
 
     with pytest.raises(VerifyError, match="ranks 0 and 1 of 2 give one collective different"):
-        walk(parts, program_of(graphs[0]), {"x": torch.ones(1)})
+        walk_ranks(parts, program_of(graphs[0]), {"x": torch.ones(1)})
 
 
 def test_ranks_that_run_different_ops() -> None:
@@ -426,7 +426,7 @@ def test_ranks_that_run_different_ops() -> None:
     parts = [Part(Holder(torch.ones(2)), graph, {}, {}) for graph in graphs]
 
     with pytest.raises(VerifyError, match=r"aten.relu.*the 2 ranks run different ops here"):
-        walk(parts, program_of(graphs[0]), {"x": torch.ones(1)})
+        walk_ranks(parts, program_of(graphs[0]), {"x": torch.ones(1)})
 
 
 def test_ranks_of_unequal_length() -> None:
@@ -435,7 +435,7 @@ def test_ranks_of_unequal_length() -> None:
     parts = [Part(Holder(torch.ones(2)), graph, {}, {}) for graph in (first, second)]
 
     with pytest.raises(VerifyError, match=r"root: the ranks' graphs have \[4, 5\] nodes"):
-        walk(parts, program_of(first), {"x": torch.ones(1)})
+        walk_ranks(parts, program_of(first), {"x": torch.ones(1)})
 
 
 def test_a_node_that_cannot_run_is_named_with_its_source() -> None:
@@ -462,5 +462,5 @@ def test_the_models_own_line_is_named_rather_than_the_librarys() -> None:
         f'  File "{library}", line 1, in forward\n    return F.relu(x)\n'
     )
 
-    assert "relu_default = aten.relu (mine.py:7: `return self.act(x)`)" == whereabouts(node)
-    assert "relu_3 (relu_default) = aten.relu" in whereabouts(node, "relu_3")
+    assert "relu_default = aten.relu (mine.py:7: `return self.act(x)`)" == describe_node(node)
+    assert "relu_3 (relu_default) = aten.relu" in describe_node(node, "relu_3")

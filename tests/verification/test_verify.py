@@ -17,12 +17,12 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import ParameterRecord
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
-from autotp.runtime.ops.blocks import take
+from autotp.runtime.ops.blocks import slice_block
 from autotp.verification import compare_ranks
-from autotp.verification.agreement import Difference, difference, disagreement
+from autotp.verification.agreement import Difference, find_disagreement, measure_difference
 from autotp.verification.bisection import Case as Search
-from autotp.verification.bisection import first_divergence
-from autotp.verification.measure import loss_of, named_tensors
+from autotp.verification.bisection import find_first_divergence
+from autotp.verification.measure import compute_loss, name_tensors
 from tests.hand_made import ATEN, OURS, TP, Case, Edit, HandMade, Shards, case
 from tests.models import build
 from tests.proven import Captured
@@ -91,7 +91,7 @@ def another_rank(record: ParameterRecord, whole: Tensor, rank: int) -> Tensor | 
     """Gives each rank the slice of up.weight that belongs to the next."""
     if record.name != "up.weight":
         return None
-    return take(whole, 0, Split.decode(record.split), (rank + 1) % TP, TP).clone()
+    return slice_block(whole, 0, Split.decode(record.split), (rank + 1) % TP, TP).clone()
 
 
 def swapped_layouts(record: ParameterRecord, whole: Tensor, rank: int) -> Tensor | None:
@@ -316,7 +316,7 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
     dropping(one.program.graph, "d")
     search = Search(one.whole, one.models, one.program, one.inputs, one.trace, 0, None, 1e-5, 1e-2)
 
-    assert first_divergence(search, gradients=True) is None
+    assert find_first_divergence(search, gradients=True) is None
 
 
 def test_nan_is_wrong_even_where_all_agree() -> None:
@@ -349,7 +349,7 @@ def test_a_right_model_has_no_wrong_node() -> None:
         one.whole, one.models, one.program, one.inputs, one.trace, 0, torch.float64, 1e-9, 1e-5
     )
 
-    assert first_divergence(search, gradients=True) is None
+    assert find_first_divergence(search, gradients=True) is None
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_is_decided_in_float64() -> None:
@@ -377,7 +377,7 @@ def test_a_model_of_transformers_is_proved_with_its_own_loss() -> None:
 
 
 def test_a_difference_is_relative_to_the_largest_value_of_the_whole() -> None:
-    found = difference(torch.tensor([4.0, -8.0]), torch.tensor([5.0, -8.0]))
+    found = measure_difference(torch.tensor([4.0, -8.0]), torch.tensor([5.0, -8.0]))
 
     assert (1.0, 1 / 8, 4.0, 5.0) == (found.absolute, found.relative, found.whole, found.found)
 
@@ -396,15 +396,15 @@ def test_a_difference_is_relative_to_the_largest_value_of_the_whole() -> None:
     ],
 )
 def test_zeros_infinities_and_nan(whole: list[float], found: list[float], expected: float) -> None:
-    assert expected == difference(torch.tensor(whole), torch.tensor(found)).relative
+    assert expected == measure_difference(torch.tensor(whole), torch.tensor(found)).relative
 
 
 def test_another_dtype_is_a_difference() -> None:
-    assert math.inf == difference(torch.ones(1), torch.ones(1).double()).relative
+    assert math.inf == measure_difference(torch.ones(1), torch.ones(1).double()).relative
 
 
 def test_a_floor_keeps_rounding_of_zero_from_counting() -> None:
-    found = difference(torch.tensor([1e-18]), torch.tensor([3e-18]), floor=1e-6)
+    found = measure_difference(torch.tensor([1e-18]), torch.tensor([3e-18]), floor=1e-6)
 
     assert found.relative < 1e-11
 
@@ -422,7 +422,7 @@ def test_a_floor_keeps_rounding_of_zero_from_counting() -> None:
     ],
 )
 def test_what_each_claim_says(parts: list[list[float]], claim: Any, right: bool) -> None:
-    found = disagreement(
+    found = find_disagreement(
         torch.tensor([1.0, 2.0]), [torch.tensor(p) for p in parts], claim, 0, block(2).encode()
     )
 
@@ -430,7 +430,9 @@ def test_what_each_claim_says(parts: list[list[float]], claim: Any, right: bool)
 
 
 def test_both_figures_are_told() -> None:
-    found = disagreement(torch.tensor([4.0]), [torch.tensor([4.0]), torch.tensor([3.0])], "each")
+    found = find_disagreement(
+        torch.tensor([4.0]), [torch.tensor([4.0]), torch.tensor([3.0])], "each"
+    )
 
     assert "rank 1 has 3 where the whole model has 4 (2.5e-01 of the largest value)" == str(found)
 
@@ -443,21 +445,21 @@ def test_outputs_are_named_by_where_they_stand() -> None:
     x = torch.ones(1)
     output: Mapping[str, Any] = {"logits": x, "states": (x, [x]), "cache": None, "count": 3}
 
-    assert ["logits", "states.0", "states.1.0"] == list(named_tensors(output))
-    assert ["output"] == list(named_tensors(x))
+    assert ["logits", "states.0", "states.1.0"] == list(name_tensors(output))
+    assert ["output"] == list(name_tensors(x))
 
 
 def test_the_projection_is_the_same_in_both_precisions() -> None:
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    single, double = loss_of({"y": x}, 5), loss_of({"y": x.double()}, 5)
+    single, double = compute_loss({"y": x}, 5), compute_loss({"y": x.double()}, 5)
 
     assert torch.allclose(single.double(), double, rtol=1e-5)
-    assert not torch.allclose(double, loss_of({"y": x.double()}, 6))
+    assert not torch.allclose(double, compute_loss({"y": x.double()}, 6))
 
 
 def test_outputs_without_gradients_are_refused() -> None:
     with pytest.raises(VerifyError, match="none of its 1 tensors"):
-        loss_of({"y": torch.ones(2)}, 0)
+        compute_loss({"y": torch.ones(2)}, 0)
 
 
 class Moody(MLP):

@@ -14,7 +14,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autotp.capture.cache import CacheState, caches_in, learn_dims
+from autotp.capture.cache import CacheState, learn_dims, list_caches
 from autotp.capture.inputs import Axes
 
 __all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
@@ -105,7 +105,7 @@ def tie_lengths(state: CacheState) -> None:
 
 def cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
     """The caches among the outputs, each with the numbers of its tensors in the flat output."""
-    return caches_in(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
+    return list_caches(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
 
 
 def learn(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:

@@ -7,12 +7,12 @@ from torch import fx
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.grouped_rows import Groups
 from autotp.oprules.derive.call import Call, notation
-from autotp.oprules.notation import parse
+from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
 __all__ = ["grouped_product"]
 
-_PRODUCT = parse("t i, e i o -> t o")
+_PRODUCT = parse_rule("t i, e i o -> t o")
 
 
 def grouped_product(call: Call) -> NodeRule | None:

@@ -7,12 +7,12 @@ import torch
 
 from autotp.algebra.axis import Dim
 from autotp.oprules.derive.call import Call, notation, position, renumbered
-from autotp.oprules.notation import parse
+from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
 __all__ = ["assign", "index", "lookup", "table"]
 
-_TABLE = parse("v h, ... -> ... h")
+_TABLE = parse_rule("v h, ... -> ... h")
 
 
 def table(call: Call) -> NodeRule | None:

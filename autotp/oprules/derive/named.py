@@ -4,7 +4,7 @@ from typing import cast
 
 from autotp.algebra.axis import Dim
 from autotp.oprules.derive.call import Call, notation
-from autotp.oprules.notation import parse
+from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, FactorKind, NodeRule
 
 __all__ = ["along", "trailing", "whole"]
@@ -82,7 +82,7 @@ def trailing(call: Call) -> NodeRule | None:
     count = len(cast("list[int]", call.arguments["normalized_shape"]))
     words = " ".join(f"n{k}" for k in range(count))
     others = ", ".join([words] * (len(call.positions) - 1))
-    rule = notation(call, parse(f"... {words}, {others} -> ... {words}"))
+    rule = notation(call, parse_rule(f"... {words}, {others} -> ... {words}"))
     if rule is None:
         return None
     rank = len(call.operands[0])

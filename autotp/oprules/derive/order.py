@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from autotp.capture.graph_facts import argument, source_of
+from autotp.capture.graph_facts import find_source, read_argument
 from autotp.oprules.rule import Row
 
 __all__ = ["Orders"]
@@ -41,16 +41,16 @@ class Orders:
 
     def _sorted(self, ids: fx.Node) -> bool:
         """Whether `ids` are one dim of positions in ascending order."""
-        node, result = source_of(ids)
+        node, result = find_source(ids)
         meta = ids.meta.get("val")
         if self._option(node, "sorted") != result or not isinstance(meta, torch.Tensor):
             return False
-        falling = argument(node, "descending")
+        falling = read_argument(node, "descending")
         return not falling and meta.dim() == 1 and self._positions(node.all_input_nodes[0])
 
     def _positions(self, node: fx.Node) -> bool:
         """Whether a value holds positions, moved about: whole numbers from 0 on."""
-        origin, result = source_of(node)
+        origin, result = find_source(node)
         if self._option(origin, "positions") == result:
             return True
         return self._moves(origin) and self._positions(origin.all_input_nodes[0])
@@ -68,7 +68,7 @@ class Orders:
         """The nodes that add up how many of each position there are."""
         for counts in self._counts(ids, groups):
             for reader in counts.users:
-                if self._option(reader, "sums") and argument(reader, "dim") in (0, -1):
+                if self._option(reader, "sums") and read_argument(reader, "dim") in (0, -1):
                     yield reader
 
     def _counts(self, ids: fx.Node, groups: int) -> Iterator[fx.Node]:
@@ -81,5 +81,5 @@ class Orders:
 
 def _covers(node: fx.Node, groups: int) -> bool:
     """Whether a node counts the positions from 0 to `groups` - 1, each on its own."""
-    given = tuple(argument(node, name) for name in ("bins", "min", "max"))
+    given = tuple(read_argument(node, name) for name in ("bins", "min", "max"))
     return given == (groups, 0, groups - 1)

@@ -225,19 +225,15 @@ def concatenate(call: Call) -> NodeRule | None:
 
 def _joined(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[Factor]]:
     forest = call.forest
-    dims = [call.operands[k][i] for k in joined]
-    slots: tuple[Slot, ...] = (*((k, i) for k in joined), (~0, i))
+    there = [k for k in joined if i != at or forest.size(call.operands[k][i]) != Size(0)]
+    dims = [call.operands[k][i] for k in there]
+    slots: tuple[Slot, ...] = (*((k, i) for k in there), (~0, i))
     if i == at:
-        parts = [d for d in dims if forest.size(d) != Size(0)]
-        slots = tuple((k, i) for k, i in slots if k < 0 or call.operands[k][i] in parts)
-        static = all(forest.size(d).static is not None for d in parts)
-        out = (
-            parts[0]
-            if len(parts) == 1
-            else (forest.sum_of(parts),)
-            if static
-            else call.fresh(0, i, data=True)
-        )
+        static = all(forest.size(d).static is not None for d in dims)
+        if len(dims) == 1:
+            out = dims[0]
+        else:
+            out = (forest.sum_of(dims),) if static else call.fresh(0, i, data=True)
         kind: FactorKind = "pass" if static else "whole"
         return out, [Factor(kind, out, slots)]
     ok = all(forest.size(d) == forest.size(dims[0]) and forest.unify(dims[0], d) for d in dims[1:])

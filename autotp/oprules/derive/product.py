@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from autotp.algebra.size import ONE, Size
 from autotp.oprules.derive.call import Binding, Call, notation, position
-from autotp.oprules.notation import Signature, parse
+from autotp.oprules.notation import Signature, parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
 __all__ = ["attention", "convolution", "einsum", "product"]
@@ -23,7 +23,7 @@ def product(call: Call) -> NodeRule | None:
         (2, 1): "... i, i -> ...",
         (3, 1): "... i, i -> ...",
     }
-    return notation(call, parse(forms.get(ranks, "... m i, ... i o -> ... m o")))
+    return notation(call, parse_rule(forms.get(ranks, "... m i, ... i o -> ... m o")))
 
 
 def attention(call: Call) -> NodeRule | None:
@@ -36,7 +36,7 @@ def attention(call: Call) -> NodeRule | None:
 
 
 def _attention(call: Call, text: str) -> NodeRule | None:
-    signature = parse(text)
+    signature = parse_rule(text)
     binding = Binding(call, signature)
     for at in (1, 2, 0, 3):  # keys first: a group of the query's heads needs their size
         number = position(call, at)
@@ -55,7 +55,7 @@ def einsum(call: Call) -> NodeRule | None:
     every = [*operands, result]
     if not arrow or any("..." in words[1:] or len(set(words)) < len(words) for words in every):
         return None  # a diagonal, or an order of the result left unsaid
-    signature = parse(f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}")
+    signature = parse_rule(f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}")
     contracted = dict.fromkeys({w for words in operands for w in words} - set(result), "sum")
     linear = tuple(frozenset({k}) for k in range(len(operands)))
     row = replace(call.row, reduce=contracted, linear=linear)
@@ -95,4 +95,4 @@ def _convolved(call: Call) -> tuple[Signature, int]:
     ins = "i" if groups == 1 else "g" if each == ONE else "(g i)"
     outs = "o" if groups == 1 else "g" if made == ONE else "(g o)"
     text = f"b {ins} {given}, {outs} {taken} {window}, {outs} -> b {outs}"
-    return parse(text), spatial
+    return parse_rule(text), spatial

@@ -7,7 +7,7 @@ from typing import Any, cast
 from autotp.algebra.axis import Dim
 from autotp.algebra.size import ONE, Size
 from autotp.oprules.derive.call import Binding, Call, notation, renumbered
-from autotp.oprules.notation import parse
+from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
 __all__ = ["channels", "grouped", "padded", "patches", "windows"]
@@ -70,7 +70,7 @@ def channels(call: Call) -> NodeRule | None:
     shape = " ".join(["b", "c", *rest])
     numbers = ", ".join(["c"] * (len(call.positions) - 1))
     row = replace(call.row, whole=frozenset(whole))
-    rule = notation(replace(call, row=row), parse(f"{shape}, {numbers} -> {shape}"))
+    rule = notation(replace(call, row=row), parse_rule(f"{shape}, {numbers} -> {shape}"))
     if rule is None:
         return None
     further = [
@@ -91,7 +91,7 @@ def grouped(call: Call) -> NodeRule | None:
     channels = "c" if count == ONE else "(g c)"
     shape = " ".join(["b", channels, *rest])
     row = replace(call.row, whole=frozenset(["c", *rest]))
-    signature = parse(f"{shape}, {channels}, {channels} -> {shape}")
+    signature = parse_rule(f"{shape}, {channels}, {channels} -> {shape}")
     binding = Binding(replace(call, row=row), signature)
     shared = call.forest.dim(count)
     if shared:

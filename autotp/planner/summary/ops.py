@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from autotp.capture.graph_facts import module_path
+from autotp.capture.graph_facts import find_module_path
 from autotp.oprules.rule import Discovery
 from autotp.oprules.rulebook import Differing
 from autotp.planner.analysis import Analysis
@@ -18,7 +18,8 @@ def list_unruled_ops(analysis: Analysis) -> tuple[str, ...]:
     """The nodes without a rule, as `op at module path`, each with the reason why none was found."""
     found = [(n, analysis.discovered.get(n, _UNKNOWN).reason) for n in analysis.unruled]
     return tuple(
-        f"{n.target} at {module_path(n) or n.name}{f': {why}' if why else ''}" for n, why in found
+        f"{n.target} at {find_module_path(n) or n.name}{f': {why}' if why else ''}"
+        for n, why in found
     )
 
 
@@ -27,7 +28,9 @@ def list_discovered_rules(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
     where: dict[tuple[str, str], list[str]] = {}
     for node, found in analysis.discovered.items():
         if found.row is not None:
-            where.setdefault((found.op, str(found.row)), []).append(module_path(node) or node.name)
+            where.setdefault((found.op, str(found.row)), []).append(
+                find_module_path(node) or node.name
+            )
     return tuple(DiscoveredRecord(op, rule, tuple(at)) for (op, rule), at in where.items())
 
 
@@ -40,7 +43,7 @@ def list_differing_ops(
         for entry in findings.analysis.differing.get(str(node.target), ()):
             if _is_replicated(node, entry.phase, findings, training):
                 ops = where.setdefault(entry, {})
-                ops.setdefault(str(node.target), []).append(module_path(node) or node.name)
+                ops.setdefault(str(node.target), []).append(find_module_path(node) or node.name)
     return tuple(
         DifferingRecord(op, entry.phase, entry.why, tuple(at))
         for entry, ops in where.items()

@@ -13,13 +13,13 @@ from autotp.algebra.axis import Atom
 from autotp.algebra.placement import PARTIAL, REPLICATED
 from autotp.algebra.split import Split
 from autotp.capture.sizes import Pricing
-from autotp.capture.source_model import Whole
+from autotp.capture.source_model import SourceModel
 from autotp.planner.analysis import AxisPair
 from autotp.planner.layouts import Layouts, matches_glob
 from autotp.planner.offers import factor_pair
 from autotp.planner.summary.findings import Call, Findings
 from autotp.planner.summary.walk import Stop, Walk, describe_place
-from autotp.records.replication import starred
+from autotp.records.replication import star_layers
 
 __all__ = ["Reasons"]
 
@@ -32,7 +32,7 @@ class Reasons:
 
     def __init__(
         self,
-        whole: Whole,
+        whole: SourceModel,
         findings: Findings,
         pricing: Pricing,
         call: Call,
@@ -44,7 +44,7 @@ class Reasons:
         self.walk = Walk(findings.analysis, findings.ways)
         self.repeated: dict[str, int] = defaultdict(int)
         for name, tensor in whole.parameters.items():
-            self.repeated[starred(name)] += tensor.nbytes
+            self.repeated[star_layers(name)] += tensor.nbytes
 
     def pair(self, pair: AxisPair) -> str:
         """Why a pair stays whole, with the tp sizes that would split it."""
@@ -71,7 +71,7 @@ class Reasons:
             return self._too_few(pair) if self._few(home, pair) else self._barred(name, home)
         if product := self._added_after(name):
             return f"bias of the row-parallel {product}: added once, after the sum"
-        if layout == "norm" and self.repeated[starred(name)] <= DETAIL * self._total():
+        if layout == "norm" and self.repeated[star_layers(name)] <= DETAIL * self._total():
             return "it scales or shifts what every rank holds whole"
         return self._alone(name)
 

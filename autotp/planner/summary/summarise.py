@@ -17,9 +17,9 @@ from autotp.algebra.placement import REPLICATED, SUMS, Placement
 from autotp.algebra.split import Extent, Split
 from autotp.capture.program import Program
 from autotp.capture.sizes import Pricing
-from autotp.capture.source_model import Whole, fingerprint
-from autotp.cost.collectives import memory_bytes, time_ps, wire_bytes
-from autotp.cost.conversions import moved_bytes
+from autotp.capture.source_model import SourceModel, compute_fingerprint
+from autotp.cost.collectives import count_wire_bytes, estimate_memory_bytes, estimate_time_ps
+from autotp.cost.conversions import count_moved_bytes
 from autotp.dtypes import dtype_name
 from autotp.options import Request
 from autotp.planner.analysis import AxisPair, EmittedCollective
@@ -44,7 +44,7 @@ from autotp.solver.problem import LEVELS, Solution
 __all__ = ["summarise"]
 
 
-def summarise(whole: Whole, findings: Findings, pricing: Pricing, call: Call) -> Plan:
+def summarise(whole: SourceModel, findings: Findings, pricing: Pricing, call: Call) -> Plan:
     """The plan of a decision."""
     return _Summary(whole, findings, pricing, call).plan()
 
@@ -52,7 +52,9 @@ def summarise(whole: Whole, findings: Findings, pricing: Pricing, call: Call) ->
 class _Summary:
     """One plan while it is written down."""
 
-    def __init__(self, whole: Whole, findings: Findings, pricing: Pricing, call: Call) -> None:
+    def __init__(
+        self, whole: SourceModel, findings: Findings, pricing: Pricing, call: Call
+    ) -> None:
         self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
         self.analysis, self.forest = findings.analysis, findings.analysis.forest
         self.layouts = Layouts(findings.analysis, findings.matching)
@@ -86,7 +88,7 @@ class _Summary:
         program = self.analysis.program
         return Plan(
             model=self.whole.name,
-            fingerprint=fingerprint(self.whole),
+            fingerprint=compute_fingerprint(self.whole),
             tp=call.tp,
             training=call.training,
             variant=call.variant,
@@ -296,7 +298,7 @@ class _Summary:
         shares = run.shares or (Fraction(1),) * len(run.metas)
         size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
         payload = sum(
-            moved_bytes(run.kind, size(m), ranks, share)
+            count_moved_bytes(run.kind, size(m), ranks, share)
             if run.kind != "all_reduce"
             else ceil(size(m) * share)
             for m, share in zip(run.metas, shares, strict=True)
@@ -306,8 +308,8 @@ class _Summary:
             phase=run.phase,
             where=run.where,
             payload_bytes=payload,
-            wire_bytes=wire_bytes(run.kind, payload, ranks),
-            time_ps=time_ps(run.kind, payload, ranks, self.call.request.machine),
+            wire_bytes=count_wire_bytes(run.kind, payload, ranks),
+            time_ps=estimate_time_ps(run.kind, payload, ranks, self.call.request.machine),
             axis=next((self.filed[a] for a in run.axes if a in self.filed), ""),
             group="tp" if not run.ranks else f"tp/{run.ranks}:{run.stride}",
         )
@@ -317,7 +319,7 @@ class _Summary:
         for record in parameters.values():
             by_dtype[record.dtype] += max(s.bytes for s in record.shards)
         call = self.call
-        memory = memory_bytes(
+        memory = estimate_memory_bytes(
             by_dtype, call.request.optimizer, call.request.state_dtype, training=call.training
         )
         memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}

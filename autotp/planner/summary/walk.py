@@ -12,7 +12,7 @@ from torch import fx
 
 from autotp.algebra.axis import Atom
 from autotp.algebra.placement import Placement
-from autotp.capture.graph_facts import Value, module_path, source_line
+from autotp.capture.graph_facts import Value, find_module_path, find_source_line
 from autotp.oprules.rule import Factor
 from autotp.planner.analysis import Analysis, Use, list_model_outputs
 from autotp.planner.strategy import Strategy
@@ -99,8 +99,8 @@ class Walk:
 
 def describe_place(node: fx.Node) -> str:
     """An op and where it stands: `aten.mean.dim at model.norm (modeling_x.py:62)`."""
-    line = source_line(node)
-    return f"{node.target} at {module_path(node) or node.name}{f' ({line.place})' if line else ''}"
+    line = find_source_line(node)
+    return f"{node.target} at {find_module_path(node) or node.name}{f' ({line.place})' if line else ''}"
 
 
 def _list_splits(placement: Placement, dim: int, axis: Atom) -> bool:

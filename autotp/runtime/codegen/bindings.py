@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["bind", "sample"]
+__all__ = ["bind_ops", "sample_arguments"]
 
 # Any: whatever an op takes and gives
 Call: TypeAlias = Callable[..., Any]
@@ -26,14 +26,14 @@ _NAMES = {"sym_size": "size"}
 _FOUND: dict[object, Call] = {}
 
 
-def bind(graph: fx.Graph) -> None:
+def bind_ops(graph: fx.Graph) -> None:
     """Calls every op of `graph` through its binding, where it has one that does the same.
 
     Constraints: `meta["val"]` says what the operands are like; without it an op stays as it is.
     """
     for node in graph.nodes:
         if node.op == "call_function" and _may_differ(node.target):
-            node.target = _bound(node)
+            node.target = _find_binding(node)
 
 
 def _may_differ(target: object) -> bool:
@@ -43,20 +43,20 @@ def _may_differ(target: object) -> bool:
     return not target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
 
 
-def _bound(node: fx.Node) -> Call:
+def _find_binding(node: fx.Node) -> Call:
     op: Any = node.target
-    given = sample(node)
+    given = sample_arguments(node)
     if given is None:
         return op
     key = (op, _pattern(given))
     if key not in _FOUND:
-        wanted = _traced(op, given)
-        same = (call for call in _candidates(op) if _traced(call, given) == wanted)
+        wanted = _trace_call(op, given)
+        same = (call for call in _list_candidates(op) if _trace_call(call, given) == wanted)
         _FOUND[key] = op if wanted is None else next(same, op)
     return _FOUND[key]
 
 
-def _candidates(op: OpOverload) -> Iterator[Call]:
+def _list_candidates(op: OpOverload) -> Iterator[Call]:
     name = op.name().split("::")[1].split(".")[0]
     for place in _PLACES:
         found = getattr(place, _NAMES.get(name, name), None)
@@ -64,13 +64,13 @@ def _candidates(op: OpOverload) -> Iterator[Call]:
             yield found
 
 
-def sample(node: fx.Node) -> Given | None:
+def sample_arguments(node: fx.Node) -> Given | None:
     """Arguments like the node's, without memory; None where too little is known of them."""
     values = [n.meta.get("val") for n in node.all_input_nodes]
     if any(v is None or not _is_known(v) for v in values):
         return None
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _concrete(n.meta["val"]))
-    return pytree.tree_map(_moved, (tuple(args), dict(kwargs)))
+    return pytree.tree_map(_move_tensors, (tuple(args), dict(kwargs)))
 
 
 def _is_known(value: object) -> bool:
@@ -90,7 +90,7 @@ def _hint(value: Any) -> Any:
     return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
-def _moved(argument: Any) -> Any:
+def _move_tensors(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
@@ -120,26 +120,26 @@ class _Trace(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.seen.append((func, _told((tuple(args), dict(kwargs or {})))))
+        self.seen.append((func, _describe_call((tuple(args), dict(kwargs or {})))))
         return func(*args, **(kwargs or {}))
 
 
-def _traced(call: Call, given: Given) -> object:
+def _trace_call(call: Call, given: Given) -> object:
     """What `call` sends to the dispatcher and gives back; None where it takes no such arguments."""
     try:
         with _Trace() as trace, torch.no_grad():
             result = call(*given[0], **given[1])
     except (TypeError, RuntimeError, NotImplementedError, ValueError):
         return None
-    return trace.seen, _told(result)
+    return trace.seen, _describe_call(result)
 
 
-def _told(tree: object) -> object:
+def _describe_call(tree: object) -> object:
     leaves, spec = pytree.tree_flatten(tree)
-    return str(spec), [_described(leaf) for leaf in leaves]
+    return str(spec), [_describe_value(leaf) for leaf in leaves]
 
 
-def _described(leaf: object) -> object:
+def _describe_value(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, tuple(leaf.shape), leaf.stride(), leaf.storage_offset()
     return type(leaf), leaf

@@ -11,28 +11,28 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from autotp.runtime.codegen.bindings import bind
-from autotp.runtime.codegen.in_place import sum_in_place
+from autotp.runtime.codegen.bindings import bind_ops
+from autotp.runtime.codegen.in_place import reduce_in_place
 
-__all__ = ["Function", "duplicate", "function"]
+__all__ = ["Function", "copy_graph", "compile_graph"]
 
 # Any: a generated function takes whatever tensors its graph takes.
 Function: TypeAlias = Callable[..., Any]
 
 
-def function(graph: fx.Graph) -> Function:
+def compile_graph(graph: fx.Graph) -> Function:
     """The graph as a function of a module and the graph's inputs.
 
-    Example: `function(layer_graph)(layer, hidden, cos, sin, mask)`.
+    Example: `compile_graph(layer_graph)(layer, hidden, cos, sin, mask)`.
     """
-    run = duplicate(graph)
-    sum_in_place(run)
-    bind(run)
+    run = copy_graph(graph)
+    reduce_in_place(run)
+    bind_ops(run)
     code = run.python_code("self")
-    return _function(code.src.strip() + "\n", tuple(code.globals.items()))
+    return _compile_code(code.src.strip() + "\n", tuple(code.globals.items()))
 
 
-def duplicate(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """A copy with nodes of its own, flat in and flat out."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
@@ -40,7 +40,7 @@ def duplicate(graph: fx.Graph) -> fx.Graph:
 
 
 @cache
-def _function(source: str, names: tuple[tuple[str, Any], ...]) -> Function:
+def _compile_code(source: str, names: tuple[tuple[str, Any], ...]) -> Function:
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     file = f"<autotp graph {digest}>"
     # tracebacks and debuggers show the lines of generated code only from here

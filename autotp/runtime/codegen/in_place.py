@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autotp.runtime.codegen.bindings import sample
+from autotp.runtime.codegen.bindings import sample_arguments
 
-__all__ = ["all_reduce", "sum_in_place"]
+__all__ = ["all_reduce", "reduce_in_place"]
 
 _ops = torch.ops._c10d_functional
 
@@ -25,7 +25,7 @@ def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
     return _ops.all_reduce_(x, op, group)
 
 
-def sum_in_place(graph: fx.Graph) -> None:
+def reduce_in_place(graph: fx.Graph) -> None:
     """Lets all-reduces of `graph` overwrite what is theirs alone."""
     for node in graph.find_nodes(op="call_function", target=_ops.all_reduce.default):
         operand = node.args[0]
@@ -36,7 +36,7 @@ def sum_in_place(graph: fx.Graph) -> None:
 def _is_fresh(node: fx.Node) -> bool:
     """Whether the node's result is memory of its own: its op says so, and a run on samples."""
     op: Any = node.target
-    given = sample(node)
+    given = sample_arguments(node)
     if given is None or not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
     if any(r.alias_info for r in op._schema.returns):  # pyright: ignore[reportPrivateUsage]
@@ -44,9 +44,9 @@ def _is_fresh(node: fx.Node) -> bool:
     with torch.no_grad():
         result = op(*given[0], **given[1])
     operands = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-    return isinstance(result, Tensor) and not any(_same_memory(result, x) for x in operands)
+    return isinstance(result, Tensor) and not any(_shares_memory(result, x) for x in operands)
 
 
-def _same_memory(x: Tensor, y: Tensor) -> bool:
+def _shares_memory(x: Tensor, y: Tensor) -> bool:
     # private: torch has no public way to ask it of tensors without memory
     return x.untyped_storage()._cdata == y.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autotp.capture.graph_facts import module_path
-from autotp.runtime.codegen.tidy import named_device, tidied, wrapped
+from autotp.capture.graph_facts import find_module_path
+from autotp.runtime.codegen.tidy import name_device, tidy_code, wrap_lines
 from autotp.runtime.variant import Variant
 
-__all__ = ["source"]
+__all__ = ["write_source"]
 
 _LINE = re.compile(r"^    (?:(?P<name>\w+) = )?(?P<value>.*?)(?:;  (?:\w+ = )+None)?$")
 _INDEX = re.compile(r'getattr\(([\w.\[\]]+), "(\d+)"\)')
@@ -30,7 +30,7 @@ _IMPORTS = {
 _OWN_OPS = "torch.ops.autotp."
 
 
-def source(variant: Variant) -> str:
+def write_source(variant: Variant) -> str:
     """The text of a Python module with `forward(self, …)`, `layer_0(self, …)` and so on.
 
     Each function takes the module that holds its parameters, then the graph's inputs. A comment
@@ -40,12 +40,12 @@ def source(variant: Variant) -> str:
     layers = _Layers(variant.outlined.layers)
     sizes = _Sizes(variant.outlined.root)
     root = _Text("forward", variant.outlined.root, sizes, layers.names)
-    texts = [root.text(_result_names(variant.program.out_spec))]
+    texts = [root.text(_name_results(variant.program.out_spec))]
     for name, paths in layers.used_by.items():
         body = _Text(name, layers.graphs[name], sizes, {}).text("")
-        texts.append(f"# {_listed(paths)}\n{body}")
-    body, device = named_device("\n\n\n".join(texts))
-    head = [f"# {variant.key}", "#", *sizes.legend(), "", *_imports(variant, body)]
+        texts.append(f"# {_list_names(paths)}\n{body}")
+    body, device = name_device("\n\n\n".join(texts))
+    head = [f"# {variant.key}", "#", *sizes.legend(), "", *_write_imports(variant, body)]
     return "\n".join([*head, *(["", device] if device else []), "", "", body]) + "\n"
 
 
@@ -117,9 +117,9 @@ class _Text:
         nodes = {node.name: node for node in self.graph.nodes}
         attributes: dict[str, str] = {}
         place = ""
-        for name, value in map(_parts, body):
+        for name, value in map(_write_parts, body):
             node = nodes.get(name)
-            value = tidied(_with_attributes(_INDEX.sub(r"\1[\2]", value), attributes))
+            value = tidy_code(_add_attributes(_INDEX.sub(r"\1[\2]", value), attributes))
             if node is not None and node.op == "get_attr":
                 attributes[name] = value
                 continue
@@ -141,40 +141,40 @@ class _Text:
             return f"    {value}" + (f"  # {results}" if results else "")
         if node.op == "call_module":
             value = _CALL.sub(rf"{self.calls[str(node.target)]}(\1, \2)", value)
-        return wrapped(node.name, value, self.sizes.shape(node))
+        return wrap_lines(node.name, value, self.sizes.shape(node))
 
     def _place(self, node: fx.Node) -> str:
         """The module to which the node belongs: in a layer, the layer's child."""
         if node.op == "call_module":
             return str(node.target).rpartition(".")[0]
-        path = module_path(node)
+        path = find_module_path(node)
         if self.calls:
             return path
         inner = re.sub(r"^.*?\.\d+(\.|$)", "", path)
         return inner.split(".")[0]
 
 
-def _parts(line: str) -> tuple[str, str]:
+def _write_parts(line: str) -> tuple[str, str]:
     """The name that a generated line assigns, if any, and the rest without its `x = None`."""
     match = _LINE.match(line)
     assert match is not None
     return match["name"] or "", match["value"]
 
 
-def _with_attributes(value: str, attributes: Mapping[str, str]) -> str:
+def _add_attributes(value: str, attributes: Mapping[str, str]) -> str:
     def replaced(match: re.Match[str]) -> str:
         return attributes.get(match[0], match[0])
 
     return re.sub(r"""(?<![\w.'"])\w+\b(?! = |\()""", replaced, value) if attributes else value
 
 
-def _result_names(spec: pytree.TreeSpec) -> str:
+def _name_results(spec: pytree.TreeSpec) -> str:
     context = spec.context
     named = isinstance(context, list) and all(isinstance(name, str) for name in context)
     return ", ".join(context) if named else ""
 
 
-def _listed(paths: list[str]) -> str:
+def _list_names(paths: list[str]) -> str:
     """The paths, a row drawn together: `model.layers.0 … model.layers.31 (32 layers)`."""
     if len(paths) < 3:
         return ", ".join(paths)
@@ -186,7 +186,7 @@ def _listed(paths: list[str]) -> str:
     return f"{shown} ({len(paths)} layers)"
 
 
-def _imports(variant: Variant, text: str) -> Iterator[str]:
+def _write_imports(variant: Variant, text: str) -> Iterator[str]:
     found: dict[str, object] = {}
     for graph in (variant.outlined.root, *variant.outlined.layers.values()):
         found |= graph.python_code("self").globals

@@ -3,7 +3,7 @@
 import re
 from textwrap import wrap
 
-__all__ = ["named_device", "tidied", "wrapped"]
+__all__ = ["name_device", "tidy_code", "wrap_lines"]
 
 _WIDTH = 100
 _INDENT = " " * 4
@@ -13,18 +13,18 @@ _TEXT = re.compile(r"""'[^', ]* |"[^", ]* """)  # a string with a space, where n
 _ALWAYS_THERE = ("cpu", "meta")
 
 
-def tidied(value: str) -> str:
+def tidy_code(value: str) -> str:
     """The expression `value` as people write it: `f(x, dim=1)`, slices to the end without one."""
     value = re.sub(r"\b(\w+) = (?=\S)", r"\1=", value)
     return re.sub(rf", (?:end=)?{_END}(?=\))", "", value).replace(_END, "None")
 
 
-def wrapped(name: str, value: str, comment: str) -> str:
+def wrap_lines(name: str, value: str, comment: str) -> str:
     """The line `name = value  # comment`; where it is too long, with the arguments on their own."""
     start, remark = f"{_INDENT}{name} = ", f"  # {comment}" if comment else ""
     line = f"{start}{value}{remark}"
     opening, bracket, rest = value.partition("(")
-    length = len(_DEVICE.sub("DEVICE", line))  # as `named_device` will leave it
+    length = len(_DEVICE.sub("DEVICE", line))  # as `name_device` will leave it
     if length <= _WIDTH or not bracket or not rest.endswith(")") or _TEXT.search(rest):
         return line
     inner = wrap(rest[:-1], _WIDTH - 8, break_long_words=False, break_on_hyphens=False)
@@ -32,7 +32,7 @@ def wrapped(name: str, value: str, comment: str) -> str:
     return "\n".join([f"{start}{opening}(", *parts, f"{_INDENT}){remark}"])
 
 
-def named_device(text: str) -> tuple[str, str]:
+def name_device(text: str) -> tuple[str, str]:
     """`text` with its one device called `DEVICE`, and the line that defines it; else as it is.
 
     The code runs where it is imported: a device that is not there becomes the CPU.
@@ -41,10 +41,10 @@ def named_device(text: str) -> tuple[str, str]:
     if len(found) != 1:
         return text, ""
     kind, index = found.pop()
-    return _DEVICE.sub("DEVICE", text), _defined(kind, index)
+    return _DEVICE.sub("DEVICE", text), _define_device(kind, index)
 
 
-def _defined(kind: str, index: str | None) -> str:
+def _define_device(kind: str, index: str | None) -> str:
     """The definition of `DEVICE`, e.g. `DEVICE = torch.device("cpu")`."""
     name = f'"{kind}:{index}"' if index and kind not in _ALWAYS_THERE else f'"{kind}"'
     if kind not in _ALWAYS_THERE:

@@ -14,33 +14,33 @@ from torch.utils import _pytree as pytree
 
 from autotp.capture.program import Program
 from autotp.errors import PlanError
-from autotp.runtime.codegen.function import duplicate
+from autotp.runtime.codegen.function import copy_graph
 from autotp.runtime.variant import Variant
 
-__all__ = ["view"]
+__all__ = ["build_view"]
 
 
-def view(tree: nn.Module, variant: Variant) -> fx.GraphModule:
+def build_view(tree: nn.Module, variant: Variant) -> fx.GraphModule:
     """The variant as a GraphModule of GraphModules, one at each layer's path.
 
     It takes the tensor inputs by name and returns what the model returns.
     """
-    root = _with_graph(tree, duplicate(variant.outlined.root))
+    root = _build_graph_module(tree, copy_graph(variant.outlined.root))
     root.training = variant.program.training
     for path, graph in variant.outlined.layers.items():
         parent, _, name = path.rpartition(".")
-        root.get_submodule(parent)._modules[name] = _with_graph(
-            tree.get_submodule(path), duplicate(graph)
+        root.get_submodule(parent)._modules[name] = _build_graph_module(
+            tree.get_submodule(path), copy_graph(graph)
         )
-    root.graph.set_codegen(_PyTreeCodeGen(_calling(root.graph, variant.program)))
+    root.graph.set_codegen(_PyTreeCodeGen(_build_call_info(root.graph, variant.program)))
     root.recompile()
     return root
 
 
-def _with_graph(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+def _build_graph_module(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
     result = fx.GraphModule(nn.Module(), fx.Graph(), type(module).__name__)
     _refuse_hidden(module)
-    _share(module, result)
+    _share_tensors(module, result)
     result.graph = graph
     return result
 
@@ -55,26 +55,26 @@ def _refuse_hidden(module: nn.Module) -> None:
         )
 
 
-def _bare(module: nn.Module) -> nn.Module:
+def _copy_container(module: nn.Module) -> nn.Module:
     result = nn.Module()
-    _share(module, result)
+    _share_tensors(module, result)
     return result
 
 
-def _share(module: nn.Module, result: nn.Module) -> None:
+def _share_tensors(module: nn.Module, result: nn.Module) -> None:
     """Gives `result` the parameters, buffers and bare children of `module`."""
     result.training = module.training
     result._parameters.update(module._parameters)
     result._buffers.update(module._buffers)
     result._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
-    result._modules.update({n: _bare(child) for n, child in _children(module)})
+    result._modules.update({n: _copy_container(child) for n, child in _list_children(module)})
 
 
-def _children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+def _list_children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
     return ((name, child) for name, child in module._modules.items() if child is not None)
 
 
-def _calling(graph: fx.Graph, program: Program) -> _PyTreeInfo:
+def _build_call_info(graph: fx.Graph, program: Program) -> _PyTreeInfo:
     """How the view is called: each placeholder by name; how it returns: as the model does."""
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     spec = pytree.tree_structure(((), dict.fromkeys(names, 0)))

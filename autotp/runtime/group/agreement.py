@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from autotp.errors import PlanError, WeightsError
-from autotp.runtime.group.digest import digest
-from autotp.runtime.group.exchange import rows, texts
-from autotp.runtime.group.process_group import Group, exists
+from autotp.runtime.group.digest import digest_tensor
+from autotp.runtime.group.exchange import gather_rows, gather_texts
+from autotp.runtime.group.process_group import Group, group_exists
 
-__all__ = ["agree", "agree_weights", "digests", "odd_ranks"]
+__all__ = ["require_agreement", "require_equal_weights", "digest_tensors", "find_odd_ranks"]
 
 _SHOWN = 3
 
 
-def agree(group: Group, text: str, what: str) -> None:
+def require_agreement(group: Group, text: str, what: str) -> None:
     """Nothing, or the same PlanError on every rank if `text` is not the same on all of them.
 
     Constraints:
     - `what` names the thing compared, e.g. "the plan".
     - A group without processes has nobody to disagree with.
     """
-    found = digests(group, text.encode(), what)
-    if not (odd := odd_ranks(found)):
+    found = digest_tensors(group, text.encode(), what)
+    if not (odd := find_odd_ranks(found)):
         return
     common = Counter(found).most_common(1)[0][0]
     raise PlanError(
@@ -40,43 +40,43 @@ def agree(group: Group, text: str, what: str) -> None:
     )
 
 
-def agree_weights(group: Group, tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
+def require_equal_weights(group: Group, tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
     """Nothing, or the same WeightsError on every rank if a tensor is not the same on all of them.
 
     - `what` says what they are, e.g. "the whole weights". Those on meta have no values to differ.
 
     Constraints: one pass over the memory of the tensors, of which nothing is copied.
     """
-    if not exists(group.name) or group.size == 1:
+    if not group_exists(group.name) or group.size == 1:
         return
-    own = {name: digest(tensor).hex()[:16] for name, tensor in tensors if not tensor.is_meta}
-    if not odd_ranks(digests(group, json.dumps(own).encode(), what)):
+    own = {name: digest_tensor(tensor).hex()[:16] for name, tensor in tensors if not tensor.is_meta}
+    if not find_odd_ranks(digest_tensors(group, json.dumps(own).encode(), what)):
         return
-    ranks = [json.loads(text) for text in texts(group, json.dumps(own))]
-    raise WeightsError(_told(ranks, what))
+    ranks = [json.loads(text) for text in gather_texts(group, json.dumps(own))]
+    raise WeightsError(_describe_difference(ranks, what))
 
 
-def digests(group: Group, data: bytes, what: str) -> Sequence[bytes]:
+def digest_tensors(group: Group, data: bytes, what: str) -> Sequence[bytes]:
     """The hash of each rank's `data`, by rank; alone, only one's own."""
     own = hashlib.sha256(data).digest()
-    if not exists(group.name):
+    if not group_exists(group.name):
         return [own]
-    found = rows(group, torch.tensor(list(own), dtype=torch.uint8), what)
+    found = gather_rows(group, torch.tensor(list(own), dtype=torch.uint8), what)
     return [bytes(row) for row in found.tolist()]
 
 
-def odd_ranks(found: Sequence[object]) -> list[int]:
+def find_odd_ranks(found: Sequence[object]) -> list[int]:
     """The ranks that have something else than most have; of a draw, than rank 0's side has."""
     common = Counter(found).most_common(1)[0][0]
     return [rank for rank, item in enumerate(found) if item != common]
 
 
-def _told(ranks: Sequence[Mapping[str, str]], what: str) -> str:
+def _describe_difference(ranks: Sequence[Mapping[str, str]], what: str) -> str:
     """Which tensors differ, and on whom."""
     names = dict.fromkeys(name for own in ranks for name in own)
     wrong = [n for n in names if len({own.get(n) for own in ranks}) > 1]
     first, held = wrong[0], [own.get(wrong[0], "nothing") for own in ranks]
-    odd = odd_ranks(held)
+    odd = find_odd_ranks(held)
     return (
         f"{first}: {what} are not the same on all {len(ranks)} ranks: "
         f"{len(ranks) - len(odd)} hold {next(h for r, h in enumerate(held) if r not in odd)}, but "

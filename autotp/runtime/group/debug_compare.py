@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from autotp.capture.cache import CacheState
-from autotp.capture.program import named_leaves
+from autotp.capture.program import name_leaves
 from autotp.dtypes import dtype_name
 from autotp.errors import GroupError
-from autotp.runtime.group.agreement import digests, odd_ranks
-from autotp.runtime.group.digest import digest
-from autotp.runtime.group.exchange import rows, texts
+from autotp.runtime.group.agreement import digest_tensors, find_odd_ranks
+from autotp.runtime.group.digest import digest_tensor
+from autotp.runtime.group.exchange import gather_rows, gather_texts
 from autotp.runtime.group.process_group import Group
 
 __all__ = ["Comparison"]
@@ -39,11 +39,13 @@ class Comparison:
         Constraints: of caches, of which ranks hold parts, sizes that belong to the data count, and
         the making.
         """
-        leaves = _leaves(inputs)
-        own = {_CALL: graph} | {name: _described(leaf) for name, leaf in leaves.items()}
+        leaves = _list_leaves(inputs)
+        own = {_CALL: graph} | {name: _describe_leaf(leaf) for name, leaf in leaves.items()}
         told = json.dumps(own)
-        if odd_ranks(digests(self.where, told.encode(), f"{model}: comparing inputs")):
-            self._raise(model, [json.loads(text) for text in texts(self.where, told)], leaves)
+        if find_odd_ranks(digest_tensors(self.where, told.encode(), f"{model}: comparing inputs")):
+            self._raise(
+                model, [json.loads(text) for text in gather_texts(self.where, told)], leaves
+            )
 
     def _raise(
         self, model: str, ranks: Sequence[Mapping[str, str]], leaves: Mapping[str, Any]
@@ -51,7 +53,7 @@ class Comparison:
         names = dict.fromkeys(name for own in ranks for name in own if name != _CALL)
         name = next(n for n in (*names, _CALL) if len({own.get(n) for own in ranks}) > 1)
         held = [own.get(name, "nothing") for own in ranks]
-        odd = odd_ranks(held)
+        odd = find_odd_ranks(held)
         usual = next(rank for rank in range(len(ranks)) if rank not in odd)
         what = name if name == _CALL else f"the input {name!r}"
         raise GroupError(
@@ -67,7 +69,7 @@ class Comparison:
             return ""
         assert isinstance(leaf, Tensor)
         data = leaf.detach().contiguous().view(-1)
-        found = rows(self.where, data.view(torch.uint8), "comparing values").view(leaf.dtype)
+        found = gather_rows(self.where, data.view(torch.uint8), "comparing values").view(leaf.dtype)
         one, other = found[usual], found[odd]
         unlike = (found.view(torch.uint8)[usual] != found.view(torch.uint8)[odd]).view(
             len(one), leaf.element_size()
@@ -81,18 +83,18 @@ class Comparison:
         )
 
 
-def _leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def _list_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs' leaves by name; those of caches with the dims that belong to the data."""
-    found = named_leaves({n: v for n, v in inputs.items() if not isinstance(v, CacheState)})
+    found = name_leaves({n: v for n, v in inputs.items() if not isinstance(v, CacheState)})
     for name, state in inputs.items():
         if isinstance(state, CacheState):
             kept = zip(state.spec.paths(), state.leaves, state.data_dims, strict=True)
-            found |= {f"{name} {path}": _Kept(leaf, dims) for path, leaf, dims in kept}
+            found |= {f"{name} {path}": _ComparedCall(leaf, dims) for path, leaf, dims in kept}
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _ComparedCall:
     """A tensor of a cache, and the dims of it whose sizes are the data's."""
 
     tensor: Tensor
@@ -105,8 +107,8 @@ class _Kept:
         return f"{dtype_name(self.tensor.dtype)} of {told}"
 
 
-def _described(leaf: object) -> str:
+def _describe_leaf(leaf: object) -> str:
     """What is compared of a leaf, in words; a tensor's ends in the hash of its values."""
     if not isinstance(leaf, Tensor):
         return str(leaf)
-    return f"{dtype_name(leaf.dtype)} {list(leaf.shape)} #{digest(leaf).hex()[:12]}"
+    return f"{dtype_name(leaf.dtype)} {list(leaf.shape)} #{digest_tensor(leaf).hex()[:12]}"

@@ -10,33 +10,33 @@ import hashlib
 import torch
 from torch import Tensor
 
-__all__ = ["digest"]
+__all__ = ["digest_tensor"]
 
 _WORDS = 512  # in a row of the table
 _ROWS = 64  # at a time on the CPU, whose cache holds them
 
 
-def digest(tensor: Tensor) -> bytes:
+def digest_tensor(tensor: Tensor) -> bytes:
     """32 bytes that are the same for the same shape, dtype and bits, strides aside.
 
     Constraints: one pass over the memory, and no copy unless the tensor is not contiguous.
     """
     found = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-    data = _bytes(tensor)
+    data = _view_bytes(tensor)
     rows = data.numel() // (8 * _WORDS)
     body = data[: rows * 8 * _WORDS]
-    for part in (*_sums(body.view(torch.int64).view(rows, _WORDS)), data[body.numel() :]):
+    for part in (*_sum_words(body.view(torch.int64).view(rows, _WORDS)), data[body.numel() :]):
         found.update(part.cpu().numpy().tobytes())
     return found.digest()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _view_bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor, aligned to words."""
     data = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     return data.clone() if data.storage_offset() % 8 else data
 
 
-def _sums(table: Tensor) -> tuple[Tensor, Tensor]:
+def _sum_words(table: Tensor) -> tuple[Tensor, Tensor]:
     """The sums of each row, and of each column."""
     columns = table.new_zeros(_WORDS)
     rows: list[Tensor] = [table.new_zeros(0)]

@@ -12,16 +12,16 @@ from autotp import errors
 from autotp.algebra.split import Split
 from autotp.errors import AutotpError, GroupError
 from autotp.records.plan import ParameterRecord
-from autotp.runtime.group.failures import waiting
-from autotp.runtime.group.process_group import Group, exists, process_group
-from autotp.runtime.ops.blocks import join
+from autotp.runtime.group.failures import note_wait
+from autotp.runtime.group.process_group import Group, get_process_group, group_exists
+from autotp.runtime.ops.blocks import concatenate_shards
 from autotp.runtime.ops.communicator import Message, Processes
 
-__all__ = ["as_one", "gathered", "rows", "texts"]
+__all__ = ["fail_together", "gather_tensor", "gather_rows", "gather_texts"]
 
 
 @contextmanager
-def as_one(group: Group, what: str = "a common step") -> Generator[None]:
+def fail_together(group: Group, what: str = "a common step") -> Generator[None]:
     """What raises on one rank in the block raises on all at its end, with one message.
 
     Constraints:
@@ -33,40 +33,42 @@ def as_one(group: Group, what: str = "a common step") -> Generator[None]:
         yield
     except Exception as error:  # noqa: BLE001  it is raised below, once all ranks know
         failure = error
-    told = texts(group, "" if failure is None else f"{type(failure).__name__}\0{failure}", what)
+    told = gather_texts(
+        group, "" if failure is None else f"{type(failure).__name__}\0{failure}", what
+    )
     first = next(((rank, text) for rank, text in enumerate(told) if text), None)
     own = first is not None and (len(told) == 1 or first[0] == group.rank)
     if failure is not None and (own or not isinstance(failure, AutotpError)):
         raise failure
     if first is not None:
-        raise _error(*first) from failure
+        raise _rebuild_error(*first) from failure
 
 
-def texts(group: Group, text: str, what: str = "telling the others") -> list[str]:
+def gather_texts(group: Group, text: str, what: str = "telling the others") -> list[str]:
     """What each rank of the group says, by rank; alone, only one's own."""
-    if not exists(group.name):
+    if not group_exists(group.name):
         return [text]
     data = text.encode(errors="backslashreplace")  # of a path, say, that is no UTF-8
-    sizes = rows(group, torch.tensor([len(data)]), what).flatten().tolist()
+    sizes = gather_rows(group, torch.tensor([len(data)]), what).flatten().tolist()
     if max(sizes) == 0:
         return [""] * group.size
     padded = torch.tensor(list(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-    found = rows(group, padded, what)
+    found = gather_rows(group, padded, what)
     return [bytes(row[:n].tolist()).decode() for row, n in zip(found, sizes, strict=True)]
 
 
-def rows(group: Group, local: Tensor, what: str) -> Tensor:
+def gather_rows(group: Group, local: Tensor, what: str) -> Tensor:
     """The flat tensors of all ranks, (rank, element), on the CPU; they are of one size.
 
     - `what` is being done, for the message where a rank is lost.
     """
     own = Message(local.to(group.device))
-    with waiting(group.name, what):
+    with note_wait(group.name, what):
         (found,) = Processes(group.name).exchange("all_gather", [own])
         return found.cpu().view(group.size, -1)
 
 
-def gathered(
+def gather_tensor(
     group: Group, local: Tensor, record: ParameterRecord | None, *, to_all: bool
 ) -> Tensor | None:
     """The whole tensor of which each rank has a part, on the CPU of rank 0, or of all ranks.
@@ -77,20 +79,20 @@ def gathered(
     """
     if record is None or record.dim is None or group.size == 1:
         return local.detach().cpu() if to_all or group.rank == 0 else None
-    with waiting(group.name, f"bringing {record.name} together"):
-        whole = _joined(group, local.detach(), record)
+    with note_wait(group.name, f"bringing {record.name} together"):
+        whole = _concatenate_shards(group, local.detach(), record)
     if not to_all:
         return whole
     if whole is None:
         whole = torch.empty(record.shape, dtype=local.dtype)
     data = _bytes(whole).to(group.device)
-    dist.broadcast(data, group=process_group(group.name), group_src=0)
+    dist.broadcast(data, group=get_process_group(group.name), group_src=0)
     return whole if group.rank == 0 else data.cpu().view(local.dtype).view(record.shape)
 
 
-def _joined(group: Group, local: Tensor, record: ParameterRecord) -> Tensor | None:
+def _concatenate_shards(group: Group, local: Tensor, record: ParameterRecord) -> Tensor | None:
     """The whole on rank 0, to which the others send their parts."""
-    ranks = process_group(group.name)
+    ranks = get_process_group(group.name)
     if group.rank:
         dist.send(_bytes(local).to(group.device), group=ranks, group_dst=0)
         return None
@@ -101,14 +103,14 @@ def _joined(group: Group, local: Tensor, record: ParameterRecord) -> Tensor | No
         dist.recv(part.view(-1).view(torch.uint8), group=ranks, group_src=rank)
         parts.append(part.cpu())
     assert record.dim is not None
-    return join(parts, record.dim, Split.decode(record.split)).contiguous()
+    return concatenate_shards(parts, record.dim, Split.decode(record.split)).contiguous()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _error(rank: int, text: str) -> Exception:
+def _rebuild_error(rank: int, text: str) -> Exception:
     kind, _, message = text.partition("\0")
     kinds: Mapping[str, Any] = vars(errors)
     known = kinds.get(kind)

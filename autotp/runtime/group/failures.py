@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from autotp.errors import GroupError
-from autotp.runtime.group.process_group import exists, process_group, timeout_of
+from autotp.runtime.group.process_group import find_timeout, get_process_group, group_exists
 
-__all__ = ["failed", "is_lost", "place_of", "waiting"]
+__all__ = ["raise_group_error", "is_lost", "find_place", "note_wait"]
 
 # Any: private to torch.
 _c10d: Any = distributed_c10d
@@ -46,22 +46,22 @@ def is_lost(error: BaseException) -> bool:
 
 
 @contextmanager
-def waiting(name: str, where: str) -> Generator[None]:
+def note_wait(name: str, where: str) -> Generator[None]:
     """Errors about lost ranks of the group called `name` in the block are one GroupError."""
     began = time.monotonic()
     try:
         yield
     except Exception as error:
-        failed(error, name, where, time.monotonic() - began)
+        raise_group_error(error, name, where, time.monotonic() - began)
         raise
 
 
-def failed(error: Exception, name: str, where: str, seconds: float) -> None:
+def raise_group_error(error: Exception, name: str, where: str, seconds: float) -> None:
     """Raises GroupError for what `error` says of lost ranks; of any other leaves a note for them.
 
     - `where`: what this rank did; `seconds`: since when it did.
     """
-    if not exists(name) or (group := process_group(name)).size() == 1:
+    if not group_exists(name) or (group := get_process_group(name)).size() == 1:
         return
     if not is_lost(error):
         _leave_note(group, f"{type(error).__name__}: {error}")
@@ -69,14 +69,14 @@ def failed(error: Exception, name: str, where: str, seconds: float) -> None:
     others = [rank for rank in range(group.size()) if rank != group.rank()]
     whom = f"rank {others[0]}" if len(others) == 1 else f"one of ranks {others}"
     text = _SOURCE.sub("", str(error).partition(". This is typically")[0].splitlines()[0])
-    fate, advice = _fate(error, timeout_of(name))
+    fate, advice = _describe_fate(error, find_timeout(name))
     raise GroupError(
         f"{where}: rank {group.rank()} of {group.size()} waited for {whom}, which {fate}, "
         f"{seconds:.2f} s after this began (torch: {text}). {_notes(group, others)}{advice}"
     ) from error
 
 
-def place_of(error: BaseException, model: nn.Module) -> str:
+def find_place(error: BaseException, model: nn.Module) -> str:
     """Where in the generated code of `model` an error arose; empty if it was not there.
 
     Example: `model.layers.0.mlp: down_proj_all_reduce_wait_tensor = …wait_tensor.default(…)`.
@@ -101,7 +101,7 @@ def _frames(found: TracebackType | None) -> Iterator[tuple[str, int, object]]:
         found = found.tb_next
 
 
-def _fate(error: Exception, timeout: timedelta | None) -> tuple[str, str]:
+def _describe_fate(error: Exception, timeout: timedelta | None) -> tuple[str, str]:
     """What became of the others, and what to do."""
     if not _LATE.search(str(error)):
         return "closed its connection: it ended or was killed", _AGAIN

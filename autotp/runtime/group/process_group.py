@@ -22,16 +22,16 @@ from autotp.records.plan import Plan
 
 __all__ = [
     "Group",
-    "among",
-    "checked",
-    "exists",
+    "name_subgroup",
+    "check_group",
+    "group_exists",
     "is_real",
-    "meet",
-    "process_group",
-    "rank_of",
-    "resolve",
-    "size_of",
-    "timeout_of",
+    "make_subgroups",
+    "get_process_group",
+    "find_rank",
+    "resolve_group",
+    "find_size",
+    "find_timeout",
 ]
 
 # Any: private to torch, and typed differently in each version.
@@ -55,7 +55,7 @@ class Group:
     device: torch.device
 
 
-def resolve(
+def resolve_group(
     tp: int | None,
     *,
     mesh: DeviceMesh | None = None,
@@ -76,22 +76,22 @@ def resolve(
     - `timeout`: seconds after which the group gives up on a rank; None leaves it as it is.
     """
     _check_tp(tp)
-    limit = _limit(timeout)
+    limit = _read_timeout(timeout)
     _check_exclusive(mesh=mesh, group=group, rank=rank)
     if rank is not None:
-        return _imagined(tp, rank)
+        return _imagine_group(tp, rank)
     if mesh is not None:
-        return _limited(_described(_group_of(mesh), tp), limit)
+        return _set_timeout(_describe_group(_find_group(mesh), tp), limit)
     if group is not None:
-        return _limited(_described(group, tp), limit)
+        return _set_timeout(_describe_group(group, tp), limit)
     if not dist.is_initialized():
         if not all(name in os.environ for name in _TORCHRUN):
-            return _alone(tp)
+            return _is_alone(tp)
         _initialise(limit)
-    return _limited(_described(dist.group.WORLD, tp), limit)
+    return _set_timeout(_describe_group(dist.group.WORLD, tp), limit)
 
 
-def exists(name: str) -> bool:
+def group_exists(name: str) -> bool:
     """Whether a process group is registered under `name` in this process."""
     try:
         _registry._resolve_process_group(name)
@@ -105,63 +105,63 @@ def is_real(group: Group) -> bool:
     return dist.is_initialized() and group.name != "tp"
 
 
-def checked(name: str) -> str:
+def check_group(name: str) -> str:
     """`name`, if a process group is registered under it; PlanError otherwise."""
     _lookup(name)
     return name
 
 
-def process_group(name: str) -> dist.ProcessGroup:
+def get_process_group(name: str) -> dist.ProcessGroup:
     """The process group registered under `name`; PlanError if there is none."""
     return _lookup(name)
 
 
-def rank_of(name: str) -> int:
+def find_rank(name: str) -> int:
     """The rank of this process in the group called `name`."""
     return _lookup(name).rank()
 
 
-def size_of(name: str) -> int:
+def find_size(name: str) -> int:
     """The number of members of the group called `name`."""
     return _lookup(name).size()
 
 
-def timeout_of(name: str) -> timedelta | None:
+def find_timeout(name: str) -> timedelta | None:
     """How long the group called `name` waits for a rank; None where torch does not tell."""
     known = (getattr(backend, "options", None) for backend in _backends(name))
     return next((options._timeout for options in known if options is not None), None)
 
 
-def among(name: str, peers: Peers) -> str:
+def name_subgroup(name: str, peers: Peers) -> str:
     """The name of the sub-group of the group called `name` that has the ranks `peers`.
 
     Constraints: it is made on first use, by its members alone, who must all ask for it, and ask for
     several in one order.
     """
-    if peers.count == size_of(name):
+    if peers.count == find_size(name):
         return name
     key = (name, peers)
-    if key not in _SUBGROUPS or not exists(_SUBGROUPS[key]):
+    if key not in _SUBGROUPS or not group_exists(_SUBGROUPS[key]):
         parent = _lookup(name)
         ranks = [dist.get_global_rank(parent, r) for r in peers.ranks]
-        limit = timeout_of(name)
+        limit = find_timeout(name)
         made = dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup), f"rank {parent.rank()} is not among {peers}"
         _SUBGROUPS[key] = made.group_name
     return _SUBGROUPS[key]
 
 
-def meet(group: Group, plan: Plan) -> None:
+def make_subgroups(group: Group, plan: Plan) -> None:
     """Makes the sub-groups in which `plan` sums gradients: now, not in the first backward pass.
 
     Constraints: every rank must call it, with one plan.
     """
-    for record in plan.parameters.values() if plan.training and exists(group.name) else ():
+    for record in plan.parameters.values() if plan.training and group_exists(group.name) else ():
         if record.gradient_partial and record.split:
             split = Split.decode(record.split)
             found = [split.peers(piece, group.rank, group.size) for piece in split.segments]
             for peers in dict.fromkeys(p for p in found if p.count > 1):
-                among(group.name, peers)
+                name_subgroup(group.name, peers)
 
 
 _SUBGROUPS: dict[tuple[str, Peers], str] = {}
@@ -172,7 +172,7 @@ def _check_tp(tp: object) -> None:
         raise PlanError(f"tp is {tp!r}; it must be a whole number of ranks, 1 or more, or None")
 
 
-def _limit(timeout: object) -> timedelta | None:
+def _read_timeout(timeout: object) -> timedelta | None:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is None:
         return None
@@ -184,7 +184,7 @@ def _limit(timeout: object) -> timedelta | None:
     return timedelta(seconds=seconds)
 
 
-def _limited(group: Group, limit: timedelta | None) -> Group:
+def _set_timeout(group: Group, limit: timedelta | None) -> Group:
     """The group, which from now on gives up on a rank after `limit`."""
     if limit is not None:
         for backend in _backends(group.name):
@@ -204,7 +204,7 @@ def _check_exclusive(**given: object) -> None:
         raise PlanError(f"{len(names)} groups are given by {' and '.join(names)}; keep one of them")
 
 
-def _imagined(tp: int | None, rank: int) -> Group:
+def _imagine_group(tp: int | None, rank: int) -> Group:
     if tp is None:
         raise PlanError(f"rank is {rank}, but there is no group to take tp from; give tp= as well")
     if isinstance(rank, bool) or not 0 <= rank < tp:
@@ -212,7 +212,7 @@ def _imagined(tp: int | None, rank: int) -> Group:
     return Group("tp", tp, rank, torch.device("cpu"))
 
 
-def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -224,7 +224,7 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group("tp")
 
 
-def _described(group: dist.ProcessGroup | None, tp: int | None) -> Group:
+def _describe_group(group: dist.ProcessGroup | None, tp: int | None) -> Group:
     if not isinstance(group, dist.ProcessGroup):
         raise PlanError(
             f"world rank {dist.get_rank()} of {dist.get_world_size()} is not a member of the group "
@@ -235,10 +235,10 @@ def _described(group: dist.ProcessGroup | None, tp: int | None) -> Group:
             f"tp is {tp}, but the group has {group.size()} members; leave tp out, pass mesh= or "
             f"group= of {tp} ranks, or start {tp} processes: {_torchrun(tp)}"
         )
-    return Group(group.group_name, group.size(), group.rank(), _device_of(group))
+    return Group(group.group_name, group.size(), group.rank(), _find_device(group))
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def _find_device(group: dist.ProcessGroup) -> torch.device:
     if "nccl" not in dist.get_backend_config(group):
         return torch.device("cpu")
     return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
@@ -261,21 +261,23 @@ def _initialise(limit: timedelta | None) -> None:
         ) from error
 
 
-def _alone(tp: int | None) -> Group:
+def _is_alone(tp: int | None) -> Group:
     if tp != 1:
         raise PlanError(
             f"tp is {tp}, but no process group is initialised and RANK, WORLD_SIZE and MASTER_ADDR "
             f"are not all set; start the processes with: {_torchrun(tp or 8)}"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    group = _lone_group(device)
-    if not exists(_ALONE):  # whoever destroys all groups of the process takes this name away too
+    group = _make_lone_group(device)
+    if not group_exists(
+        _ALONE
+    ):  # whoever destroys all groups of the process takes this name away too
         _registry._register_process_group(_ALONE, group)
     return Group(group.group_name, 1, 0, device)
 
 
 @cache
-def _lone_group(device: torch.device) -> dist.ProcessGroup:
+def _make_lone_group(device: torch.device) -> dist.ProcessGroup:
     # The default group is the caller's to initialise, so a lone process gets a group beside it;
     # it is cached because the registry does not keep it alive.
     store, kinds = _registry.HashStore(), dist.ProcessGroup.BackendType
@@ -293,7 +295,7 @@ def _lone_group(device: torch.device) -> dist.ProcessGroup:
 
 
 def _lookup(name: str) -> dist.ProcessGroup:
-    if not exists(name):
+    if not group_exists(name):
         raise PlanError(
             f"the group {name!r} has 0 processes here, so collectives cannot run; build the model "
             f"inside the processes of its group, started with: {_torchrun(8)}"

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from autotp.algebra.placement import Collective
 from autotp.algebra.split import Peers
-from autotp.runtime.group.failures import waiting
-from autotp.runtime.group.process_group import among, checked, rank_of, size_of
+from autotp.runtime.group.failures import note_wait
+from autotp.runtime.group.process_group import check_group, find_rank, find_size, name_subgroup
 
 __all__ = ["Communicator", "Message", "Processes"]
 
@@ -73,17 +73,17 @@ class Processes:
     @property
     def size(self) -> int:
         """The number of processes in the group."""
-        return size_of(self.group)
+        return find_size(self.group)
 
     @property
     def ranks(self) -> Sequence[int]:
         """The rank of this process."""
-        return (rank_of(self.group),)
+        return (find_rank(self.group),)
 
     def exchange(self, collective: Collective, messages: Sequence[Message]) -> list[Tensor]:
         """What the collective gives this process."""
         (message,) = messages
-        x, group = message.x.contiguous(), checked(self.group)
+        x, group = message.x.contiguous(), check_group(self.group)
         match collective:
             case "all_reduce":
                 started = _ops.all_reduce(x, "sum", group)
@@ -98,10 +98,10 @@ class Processes:
 
     def among(self, peers: Sequence[Peers]) -> "Processes":
         """The rank in the sub-group of its peers."""
-        return Processes(among(self.group, peers[0]))
+        return Processes(name_subgroup(self.group, peers[0]))
 
     @contextmanager
     def backward(self, what: str) -> Generator["Processes"]:
         """The same; an error about lost ranks says that the backward pass ran `what`."""
-        with waiting(self.group, f"the backward pass, {what}"):
+        with note_wait(self.group, f"the backward pass, {what}"):
             yield self

@@ -3,7 +3,7 @@
 One idea: sizes stay those of the whole, since how many rows a rank has only the values know. So
 nothing waits for the device, graphs can be recorded, and memory does not depend on the data. Groups
 end at `bounds`; ranks have whole groups in order, and the last one has all rows after the last
-group too. `local_index` is for rows that are looked up one by one, in a table cut along them.
+group too. `localise_index` is for rows that are looked up one by one, in a table cut along them.
 """
 
 import torch
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from autotp.algebra.split import share
 
-__all__ = ["local_index", "own_bounds", "rows_back", "rows_first"]
+__all__ = ["localise_index", "find_own_bounds", "move_rows_back", "move_rows_first"]
 
 
-def rows_first(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+def move_rows_first(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
     """The rows of the groups of `rank` of `ranks`, then zeros."""
     start, stop = _own(bounds, x.size(dim), rank, ranks)
     at = torch.arange(x.size(dim), device=x.device)
     return _kept(at < stop - start, x.index_select(dim, (at + start) % x.size(dim)), dim)
 
 
-def rows_back(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+def move_rows_back(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
     """The rows that come first where they belong, zeros elsewhere.
 
     sum(rows_back(rows_first(x, b, d, rank, n), b, d, rank, n) for rank in range(n))  # x
@@ -32,14 +32,14 @@ def rows_back(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Ten
     return _kept(own, x.index_select(dim, (at - start) % x.size(dim)), dim)
 
 
-def own_bounds(bounds: Tensor, rank: int, ranks: int) -> Tensor:
+def find_own_bounds(bounds: Tensor, rank: int, ranks: int) -> Tensor:
     """Where each group of `rank` ends, counted from its own first row."""
     first, count = share(bounds.numel(), ranks, rank)
     own = bounds[first : first + count]
     return own - bounds[first - 1] if first else own.clone()
 
 
-def local_index(
+def localise_index(
     index: Tensor, size: int, rank: int, ranks: int, *, absent: bool
 ) -> tuple[Tensor, Tensor]:
     """Where the rows that `index` names, of `size`, are in the part of `rank`; and which are not.

@@ -31,13 +31,13 @@ from torch.autograd.function import FunctionCtx
 
 from autotp.algebra.placement import CONVERSION_OPS, Conversion
 from autotp.algebra.split import Peers, Split
-from autotp.dtypes import sum_dtype
-from autotp.runtime.ops.blocks import rejoined, segments
+from autotp.dtypes import choose_sum_dtype
+from autotp.runtime.ops.blocks import list_segments, reorder_segments
 from autotp.runtime.ops.communicator import Communicator, Processes
-from autotp.runtime.ops.grouped_rows import local_index, own_bounds
+from autotp.runtime.ops.grouped_rows import find_own_bounds, localise_index
 from autotp.runtime.ops.primitives import Cut, Wire, run_primitive
 
-__all__ = ["LIBRARY", "OPS", "Arguments", "Op", "bind_arguments", "read_wire", "schema"]
+__all__ = ["LIBRARY", "OPS", "Arguments", "Op", "bind_arguments", "read_wire", "write_schema"]
 
 LIBRARY = torch.library.Library("autotp", "DEF")
 """Keeps the ops alive: they are deregistered with it."""
@@ -57,7 +57,7 @@ _TYPES = {
 }
 
 
-def schema(conversion: Conversion) -> str:
+def write_schema(conversion: Conversion) -> str:
     """The signature of a conversion's op.
 
     schema(CONVERSIONS["R~", "R"])  # first_gradient(Tensor(a) x, str group) -> Tensor(a)
@@ -157,7 +157,7 @@ class _ShareGradients(torch.autograd.Function):
         rows = [[k + start for k in wanted] for start in range(0, len(gradients), width)]
         given = [[gradients[k] for k in row] for row in rows]
         with ctx.communicator.backward("the sum of gradients") as communicator:
-            totals = _shared(given, [ctx.cuts[k] for k in wanted], ctx.dtype, communicator)
+            totals = _share_in_runs(given, [ctx.cuts[k] for k in wanted], ctx.dtype, communicator)
         results: list[Tensor | None] = [None] * len(gradients)
         for row, own in zip(rows, totals, strict=True):
             for k, total in zip(row, own, strict=True):
@@ -165,7 +165,7 @@ class _ShareGradients(torch.autograd.Function):
         return None, None, None, *results
 
 
-def _shared(
+def _share_in_runs(
     gradients: Sequence[Sequence[Tensor]],
     cuts: Sequence[Cut | None],
     dtype: torch.dtype | None,
@@ -175,28 +175,32 @@ def _shared(
     pieces: list[list[Tensor]] = []
     peers: list[list[Peers]] = []
     for rank, row in zip(communicator.ranks, gradients, strict=True):
-        split = [_pieces(x, cut, rank, communicator.size) for x, cut in zip(row, cuts, strict=True)]
+        split = [
+            _list_pieces(x, cut, rank, communicator.size) for x, cut in zip(row, cuts, strict=True)
+        ]
         pieces.append([piece for own, _ in split for piece in own])
         peers.append([among for _, them in split for among in them])
-    sums = [iter(own) for own in _summed(pieces, peers, dtype, communicator)]
+    sums = [iter(own) for own in _sum_gradients(pieces, peers, dtype, communicator)]
     return [
         [
-            next(own) if cut is None else rejoined([next(own) for _ in cut.split.segments], cut.dim)
+            next(own)
+            if cut is None
+            else reorder_segments([next(own) for _ in cut.split.segments], cut.dim)
             for cut in cuts
         ]
         for own in sums
     ]
 
 
-def _pieces(
+def _list_pieces(
     x: Tensor, cut: Cut | None, rank: int, ranks: int
 ) -> tuple[Sequence[Tensor], list[Peers]]:
     if cut is None:
         return (x,), [Peers(0, ranks, 1)]
-    return segments(x, cut.dim, cut.split, rank, ranks)
+    return list_segments(x, cut.dim, cut.split, rank, ranks)
 
 
-def _summed(
+def _sum_gradients(
     pieces: Sequence[Sequence[Tensor]],
     peers: Sequence[Sequence[Peers]],
     dtype: torch.dtype | None,
@@ -204,7 +208,9 @@ def _summed(
 ) -> list[list[Tensor]]:
     """Each rank's pieces summed over their peers, by one all-reduce for each dtype and peers."""
     results = [list(own) for own in pieces]
-    kinds = [(sum_dtype(x.dtype, dtype), p) for x, p in zip(pieces[0], peers[0], strict=True)]
+    kinds = [
+        (choose_sum_dtype(x.dtype, dtype), p) for x, p in zip(pieces[0], peers[0], strict=True)
+    ]
     for kind in dict.fromkeys(k for k in kinds if k[1].count > 1):
         places = [k for k, own in enumerate(kinds) if own == kind]
         inside = communicator.among([own[places[0]] for own in peers])
@@ -241,14 +247,14 @@ def _share_gradients(given: Sequence[Arguments], communicator: Communicator) -> 
 def _local_index(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
     size = communicator.size
     return [
-        local_index(own["index"], own["size"], rank, size, absent=own.get("absent", False))
+        localise_index(own["index"], own["size"], rank, size, absent=own.get("absent", False))
         for rank, own in zip(communicator.ranks, given, strict=True)
     ]
 
 
 def _local_bounds(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
     return [
-        own_bounds(own["bounds"], rank, communicator.size)
+        find_own_bounds(own["bounds"], rank, communicator.size)
         for rank, own in zip(communicator.ranks, given, strict=True)
     ]
 
@@ -268,7 +274,7 @@ def _register(signature: str, op: Op) -> Op:
 
 
 OPS: Mapping[str, Op] = {
-    **{name: _register(schema(of), _conversion(of)) for name, of in CONVERSION_OPS.items()},
+    **{name: _register(write_schema(of), _conversion(of)) for name, of in CONVERSION_OPS.items()},
     "share_gradients": _register(
         "share_gradients(Tensor(a)[] xs, int[][] cuts, str group, *, ScalarType? dtype=None)"
         " -> Tensor(a)[]",

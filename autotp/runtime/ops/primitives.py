@@ -16,11 +16,17 @@ from torch.nn import functional
 
 from autotp.algebra.placement import Collective, Primitive
 from autotp.algebra.split import Split
-from autotp.dtypes import sum_dtype
+from autotp.dtypes import choose_sum_dtype
 from autotp.errors import PlanError
-from autotp.runtime.ops.blocks import first_copy, fitted_part, join, put, take
+from autotp.runtime.ops.blocks import (
+    concatenate_shards,
+    fit_local_split,
+    keep_first_copy,
+    slice_block,
+    write_block,
+)
 from autotp.runtime.ops.communicator import Communicator, Message
-from autotp.runtime.ops.grouped_rows import rows_back, rows_first
+from autotp.runtime.ops.grouped_rows import move_rows_back, move_rows_first
 
 __all__ = ["LOCAL", "Cut", "Wire", "run_primitive"]
 
@@ -52,7 +58,7 @@ class Cut:
 
     def lengths(self, x: Tensor, rank: int, ranks: int) -> list[int]:
         """The elements of the cut dim that each rank holds, if `x` is the part of `rank`."""
-        cut = fitted_part(self.split, x.size(self.dim), self.dim, rank, ranks)
+        cut = fit_local_split(self.split, x.size(self.dim), self.dim, rank, ranks)
         return [cut.local_length(r, ranks) for r in range(ranks)]
 
 
@@ -76,7 +82,7 @@ class Wire:
 
     def widened(self, x: Tensor) -> Tensor:
         """`x` in the dtype that it is summed in."""
-        return x.to(sum_dtype(x.dtype, self.dtype))
+        return x.to(choose_sum_dtype(x.dtype, self.dtype))
 
     def reversed(self) -> "Wire":
         """The wire of the backward pass."""
@@ -124,16 +130,16 @@ def _identity(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
 
 
 def _slice(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
-    return take(x, wire.cut.dim, wire.cut.split, rank, ranks)
+    return slice_block(x, wire.cut.dim, wire.cut.split, rank, ranks)
 
 
 def _pad(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
-    return put(x, wire.cut.dim, wire.cut.split, rank, ranks)
+    return write_block(x, wire.cut.dim, wire.cut.split, rank, ranks)
 
 
 def _slice_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
     own = _slice(x, wire, rank, ranks)
-    return first_copy(own, wire.cut.dim, wire.cut.split, rank, ranks)
+    return keep_first_copy(own, wire.cut.dim, wire.cut.split, rank, ranks)
 
 
 def _keep_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
@@ -141,11 +147,11 @@ def _keep_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
 
 
 def _rows_first(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
-    return rows_first(x, *wire.rows, rank, ranks)
+    return move_rows_first(x, *wire.rows, rank, ranks)
 
 
 def _rows_back(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
-    return rows_back(x, *wire.rows, rank, ranks)
+    return move_rows_back(x, *wire.rows, rank, ranks)
 
 
 LOCAL: Mapping[str, Callable[[Tensor, Wire, int, int], Tensor]] = {
@@ -174,11 +180,11 @@ def _all_gather(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
         return (yield Message(x))
     if cut.split.is_even(ranks):
         rows = yield Message(x)
-        return join(rows.chunk(ranks), cut.dim, cut.split)
+        return concatenate_shards(rows.chunk(ranks), cut.dim, cut.split)
     lengths = cut.lengths(x, rank, ranks)
     rows = yield Message(_padded(x, cut.dim, max(lengths)))
     parts = zip(rows.chunk(ranks), lengths, strict=True)
-    return join([part.narrow(cut.dim, 0, n) for part, n in parts], cut.dim, cut.split)
+    return concatenate_shards([part.narrow(cut.dim, 0, n) for part, n in parts], cut.dim, cut.split)
 
 
 def _padded(x: Tensor, dim: int, length: int) -> Tensor:
@@ -192,7 +198,7 @@ def _reduce_scatter(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
     if wire.cut.lies_in_rank_order(x.dim(), ranks):
         local = yield Message(wire.widened(x))
         return local.to(x.dtype)
-    pieces = [take(x, dim, wire.cut.split, r, ranks) for r in range(ranks)]
+    pieces = [slice_block(x, dim, wire.cut.split, r, ranks) for r in range(ranks)]
     longest = max(piece.size(dim) for piece in pieces)
     stacked = torch.cat([_padded(piece, dim, longest) for piece in pieces])
     local = yield Message(wire.widened(stacked))
@@ -207,13 +213,13 @@ def _all_to_all(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
             f"dim {at} of {list(x.shape)} cannot go from {cut.split} to {to.split} by one "
             "all-to-all, since both cut it; convert to R first and then to S"
         )
-    pieces = [take(x, to.dim, to.split, r, ranks) for r in range(ranks)]
+    pieces = [slice_block(x, to.dim, to.split, r, ranks) for r in range(ranks)]
     own = list(pieces[rank].shape)
     shapes = [[*own[:at], n, *own[at + 1 :]] for n in cut.lengths(x, rank, ranks)]
     sent, expected = [p.numel() for p in pieces], [prod(shape) for shape in shapes]
     flat = yield Message(torch.cat([p.flatten() for p in pieces]), sent, expected)
     received = [p.view(s) for p, s in zip(flat.split(expected), shapes, strict=True)]
-    return join(received, cut.dim, cut.split)
+    return concatenate_shards(received, cut.dim, cut.split)
 
 
 _COLLECTIVE: Mapping[Collective, Callable[[Tensor, Wire, int, int], Steps]] = {

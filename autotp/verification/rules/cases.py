@@ -99,7 +99,7 @@ class Case:
         return next(reversed(self.analysis.uses.values()))
 
 
-def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
+def build_cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
     """The case with every tensor a parameter, then with each smaller set; never none."""
     generator = torch.Generator().manual_seed(0)
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
@@ -108,21 +108,21 @@ def cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
     places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
     for count in range(len(places)):
         for constant in combinations(places, count):
-            yield _case(op, drawn, spec, frozenset(constant) | never, rules)
+            yield _build_case(op, drawn, spec, frozenset(constant) | never, rules)
 
 
-def _case(
+def _build_case(
     op: str, flat: list[Any], spec: pytree.TreeSpec, constant: frozenset[int], rules: Rulebook
 ) -> Case:
     graph, tensors, arguments = fx.Graph(), dict[str, Tensor](), list(flat)
     for k, x in sorted(enumerate(flat), key=lambda item: item[0] not in constant):
         if isinstance(x, Tensor):
             make = graph.placeholder if k in constant else graph.get_attr
-            arguments[k] = _described(make(f"t{k}"), x)
+            arguments[k] = _describe_sample(make(f"t{k}"), x)
             tensors[f"t{k}"] = x
     args, kwargs = pytree.tree_unflatten(arguments, spec)
-    node = graph.call_function(overload(op), args, kwargs)
-    results = whole_results(op, flat, spec)
+    node = graph.call_function(find_overload(op), args, kwargs)
+    results = run_unsharded(op, flat, spec)
     node.meta["val"] = pytree.tree_map(_meta, results)
     graph.output(tuple(_items(graph, node)))
     program = Program(
@@ -142,7 +142,7 @@ def _case(
     return Case(program, tensors, propagate(program, parameters, rules))
 
 
-def overload(op: str) -> Any:
+def find_overload(op: str) -> Any:
     """The op of that name, `aten.linear.default`."""
     found: Any = torch.ops
     for part in op.split("."):
@@ -150,17 +150,17 @@ def overload(op: str) -> Any:
     return found
 
 
-def whole_results(op: str, flat: list[Any], spec: pytree.TreeSpec) -> Any:
+def run_unsharded(op: str, flat: list[Any], spec: pytree.TreeSpec) -> Any:
     """What the op gives on whole tensors."""
     args, kwargs = pytree.tree_unflatten(flat, spec)
-    return overload(op)(*args, **kwargs)
+    return find_overload(op)(*args, **kwargs)
 
 
 def _meta(x: Any) -> Any:
     return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
 
 
-def _described(node: fx.Node, x: Tensor) -> fx.Node:
+def _describe_sample(node: fx.Node, x: Tensor) -> fx.Node:
     node.meta["val"] = _meta(x)
     return node
 

@@ -3,7 +3,7 @@
 Samples are run as they stand and at random sizes, most of them uneven, wherever the op takes those.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from random import Random
@@ -13,28 +13,30 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.errors import RuleError
+from autotp.lower.local_ops import FORMS
+from autotp.oprules.derive.derive import RULES
 from autotp.oprules.rule import Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.records.rule_verdict import Verdict
-from autotp.verification.rules.cases import Case, Drawn, Sample, cases, overload
-from autotp.verification.rules.laws import strategies_of, violations
+from autotp.verification.rules.cases import Case, Drawn, Sample, build_cases, find_overload
+from autotp.verification.rules.laws import find_violations, list_strategies
 from autotp.verification.rules.written import parse_sample
 
-__all__ = ["check", "require_valid_rules"]
+__all__ = ["check_rules", "require_valid_rules"]
 
 _GROUPS = (2, 3)
 _REFUSED = (RuntimeError, ValueError, TypeError, IndexError)
 _SIZES = (3, 5, 7, 8, 9, 10, 11, 13)
 
 
-def check(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[Verdict]:
+def check_rules(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[Verdict]:
     """One verdict a row, by op name.
 
     - `ops`: a glob over names of ops. `seed`: of the random sizes.
     """
     for op, row in sorted(rules.rows.items()):
         if fnmatchcase(op, ops):
-            yield _checked(op, row, rules, Random(f"{op} {seed}"))
+            yield _check_row(op, row, rules, Random(f"{op} {seed}"))
 
 
 _VERIFIED: set[tuple[str, ...]] = set()
@@ -47,7 +49,7 @@ def require_valid_rules(rules: Rulebook) -> None:
         return
     for op in sorted(rules.extended):
         row = rules.rows[op]
-        verdict = _checked(op, row, rules, Random(f"{op} 0"))
+        verdict = _check_row(op, row, rules, Random(f"{op} 0"))
         if verdict.verdict != "right":
             raise RuleError(
                 f"{row.source}: the rule of {op} ({verdict.rule}) is {verdict.verdict}: "
@@ -56,58 +58,64 @@ def require_valid_rules(rules: Rulebook) -> None:
     _VERIFIED.add(rules.extensions)
 
 
-def _checked(op: str, row: Row, rules: Rulebook, random: Random) -> Verdict:
+def _check_row(op: str, row: Row, rules: Rulebook, random: Random) -> Verdict:
     rule = str(row)
     try:
-        overload(op)
+        find_overload(op)
     except AttributeError:
         return Verdict(op, rule, "untested", reason="no such op: import what registers it")
+    _check_names(row)
     if not row.samples:
         return Verdict(op, rule, "untested", reason='no sample: give the row samples = ["…"]')
     calls = strategies = 0
-    for case in _all_cases(op, _samples(row), rules, random):
+    for case in _list_cases(row, rules, random):
         calls += 1
         for tp in _GROUPS:
-            strategies += len(strategies_of(case, tp, training=True))
-            if broken := violations(case, tp):
+            strategies += len(list_strategies(case, tp, training=True))
+            if broken := find_violations(case, tp):
                 return Verdict(op, rule, "wrong", calls, strategies, broken[0])
     return Verdict(op, rule, "right", calls, strategies)
 
 
-def _samples(row: Row) -> list[Sample]:
-    try:
-        return [parse_sample(text) for text in row.samples]
-    except RuleError as error:
-        raise RuleError(f"{row.source}, {row.op}: {error}") from None
+def _check_names(row: Row) -> None:
+    """Raise RuleError for a row whose `derive` or `emit` names no function of autotp."""
+    for key, name, known in (("derive", row.derive, RULES), ("emit", row.emit, FORMS)):
+        if name and name not in known:
+            raise RuleError(
+                f"{row.source}, {row.op}: `{key}` is {name!r}, not one of {', '.join(known)}"
+            )
 
 
-def _all_cases(
-    op: str, samples: Sequence[Sample], rules: Rulebook, random: Random
-) -> Iterator[Case]:
-    """The cases of the samples as they stand; of each at other sizes one, if the op takes them."""
-    for sample in samples:
+def _list_cases(row: Row, rules: Rulebook, random: Random) -> Iterator[Case]:
+    """List the cases of each sample, and one at other sizes if the op accepts these."""
+    for text in row.samples:
         try:
-            yield from cases(op, sample, rules)
+            sample = parse_sample(text)
+            yield from build_cases(row.op, sample, rules)
+        except RuleError as error:
+            raise RuleError(f"{row.source}, {row.op}: {error}") from None
         except _REFUSED as error:
-            raise RuleError(f"{op}: its sample {sample} cannot be run: {error}") from error
-        other = _resized(sample, random)
-        if other is not None and (case := _taken(op, other, rules)):
+            raise RuleError(
+                f"{row.source}, {row.op}: its sample {text!r} cannot be run: {error}"
+            ) from error
+        other = _resize_sample(sample, random)
+        if other is not None and (case := _find_case(row.op, other, rules)):
             yield case
 
 
-def _taken(op: str, sample: Sample, rules: Rulebook) -> Case | None:
+def _find_case(op: str, sample: Sample, rules: Rulebook) -> Case | None:
     """The first case of a sample; None if the op does not take it, forward and backward."""
     try:
-        case = next(cases(op, sample, rules), None)
+        case = next(build_cases(op, sample, rules), None)
     except _REFUSED:
         return None
     if case is None:
         return None
-    whole = [s for s in strategies_of(case, 2, training=True) if s.label == "replicated"]
-    return None if violations(case, 2, only=whole) else case
+    whole = [s for s in list_strategies(case, 2, training=True) if s.label == "replicated"]
+    return None if find_violations(case, 2, only=whole) else case
 
 
-def _resized(sample: Sample, random: Random) -> Sample | None:
+def _resize_sample(sample: Sample, random: Random) -> Sample | None:
     """The sample with other sizes of its tensors, equal ones equal; None if some are given."""
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     if any(isinstance(x, Tensor) for x in flat):

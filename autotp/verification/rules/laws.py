@@ -33,8 +33,8 @@ from autotp.lower.rewrite import Target, rewrite
 from autotp.planner.analysis import Decision
 from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.runtime.ops import library as conjugates
-from autotp.runtime.ops.blocks import first_copy, put, take
-from autotp.runtime.ops.grouped_rows import rows_back, rows_first
+from autotp.runtime.ops.blocks import keep_first_copy, slice_block, write_block
+from autotp.runtime.ops.grouped_rows import move_rows_back, move_rows_first
 from autotp.verification.rules.cases import Case
 from autotp.verification.rules.rank import RankInterpreter
 
@@ -43,7 +43,7 @@ TOLERANCE = 1e-10
 UNDEFINED = {"aten.empty_like.default"}  # values are anything
 
 
-def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
+def list_strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
     """Every strategy of the case's node."""
     analysis, use = case.analysis, case.use
     metas = [analysis.metas[(use.node, k)] for k in range(len(use.rule.results))]
@@ -54,11 +54,11 @@ def strategies_of(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...
         all(m.is_floating_point() for m in metas),
         any((use.node, k) in analysis.differentiable for k in range(len(metas))),
     )
-    offers = every_offer(case, tp)
+    offers = offer_everything(case, tp)
     return derive_strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
 
 
-def every_offer(case: Case, tp: int) -> Offers:
+def offer_everything(case: Case, tp: int) -> Offers:
     """All that a group of `tp` could ever cut in the case's node."""
     forest, rule = case.analysis.forest, case.use.rule
     leaves = [a for f in rule.factors for a in forest.leaves(f.dim) if not (a.data or a.groups)]
@@ -72,7 +72,7 @@ def every_offer(case: Case, tp: int) -> Offers:
     return Offers(frozenset(a.name for a in axes), tuple(factored))
 
 
-def violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -> list[str]:
+def find_violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -> list[str]:
     """Every way in which some strategy breaks the law at group size `tp`; empty if none does.
 
     - `only`: strategies for training to look at; default all, and those without gradients that
@@ -88,7 +88,7 @@ def violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -
 
 def _strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
     """Those to look at: of sizes with a group in factors, what needs one (the rest is as at 2)."""
-    every = strategies_of(case, tp, training=training)
+    every = list_strategies(case, tp, training=training)
     prime = all(tp % n for n in range(2, tp))
     return every if prime else tuple(s for s in every if any(p.parts for p in s.partition.parts))
 
@@ -178,24 +178,24 @@ class _Law:
     def _own_rows(self, x: Tensor, placement: Placement, rank: int) -> Tensor:
         """The rows of a rank; what follows them means nothing: NaN."""
         bounds, dim = self._bounds(placement), placement.dim
-        own = rows_first(torch.ones_like(x), bounds, dim, rank, self.tp) == 1
-        return rows_first(x, bounds, dim, rank, self.tp).masked_fill(~own, torch.nan)
+        own = move_rows_first(torch.ones_like(x), bounds, dim, rank, self.tp) == 1
+        return move_rows_first(x, bounds, dim, rank, self.tp).masked_fill(~own, torch.nan)
 
     def _part(self, x: Tensor, placement: Placement, dims: Sequence[Dim], rank: int) -> Tensor:
-        for dim, split in splits_of(self.forest, dims, placement):
-            x = take(x, dim, split, rank, self.tp)
+        for dim, split in list_splits(self.forest, dims, placement):
+            x = slice_block(x, dim, split, rank, self.tp)
         return x
 
     def _given(self, g: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
         """Each rank's gradient of a result so placed."""
         if placement.kind != "S~":
             return self._placed(g, _dual(placement), dims)
-        ((dim, split),) = splits_of(self.forest, dims, placement)
+        ((dim, split),) = list_splits(self.forest, dims, placement)
         noise = [self._part(self._random(g), placement, dims, r) for r in range(self.tp)]
-        own = [n - first_copy(n, dim, split, r, self.tp) for r, n in enumerate(noise)]
-        rest = g - sum(put(n, dim, split, r, self.tp) for r, n in enumerate(own))
+        own = [n - keep_first_copy(n, dim, split, r, self.tp) for r, n in enumerate(noise)]
+        rest = g - sum(write_block(n, dim, split, r, self.tp) for r, n in enumerate(own))
         parts = self._placed(rest, placement, dims)
-        firsts = [first_copy(p, dim, split, r, self.tp) for r, p in enumerate(parts)]
+        firsts = [keep_first_copy(p, dim, split, r, self.tp) for r, p in enumerate(parts)]
         return [first + n for first, n in zip(firsts, own, strict=True)]
 
     def _summands(self, x: Tensor) -> list[Tensor]:
@@ -250,7 +250,7 @@ class _Law:
             wanted = self._placed(whole, placement, dims)
         elif placement.is_grouped:
             bounds, dim = self._bounds(placement), placement.dim
-            places = [rows_back(p, bounds, dim, r, self.tp) for r, p in enumerate(parts)]
+            places = [move_rows_back(p, bounds, dim, r, self.tp) for r, p in enumerate(parts)]
             wanted, parts = [whole], [sum(places[1:], places[0])]
         elif placement.kind == "P":
             wanted, parts = [whole], [sum(parts[1:], parts[0])]
@@ -288,8 +288,8 @@ class _Law:
             kind = _dual(self.placements[name])
             found = [gradients[at] for gradients in ranks]
             if kind.kind == "S~":
-                ((dim, split),) = splits_of(self.forest, dims[name], kind)
-                found = [put(g, dim, split, r, self.tp) for r, g in enumerate(found)]
+                ((dim, split),) = list_splits(self.forest, dims[name], kind)
+                found = [write_block(g, dim, split, r, self.tp) for r, g in enumerate(found)]
                 kind = PARTIAL
             yield from self._compare(f"gradient of {name}", total[at], found, kind, dims[name])
 
@@ -301,7 +301,9 @@ class _Law:
         return noise if x.dtype == torch.float64 else noise.round().to(x.dtype)
 
 
-def splits_of(forest: Forest, dims: Sequence[Dim], placement: Placement) -> list[tuple[int, Split]]:
+def list_splits(
+    forest: Forest, dims: Sequence[Dim], placement: Placement
+) -> list[tuple[int, Split]]:
     """The dims of a value that `placement` cuts, and how."""
     partition = placement.partition
     cut = [placement.dim]

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autotp.algebra.placement import CONVERSION_OPS
-from autotp.runtime.ops.grouped_rows import local_index, own_bounds
+from autotp.runtime.ops.grouped_rows import find_own_bounds, localise_index
 from autotp.runtime.ops.library import bind_arguments, read_wire
 from autotp.runtime.ops.primitives import LOCAL
 
@@ -33,10 +33,12 @@ class RankInterpreter(fx.Interpreter):
             case "share_gradients":  # they are looked at unsummed
                 return given["xs"]
             case "local_bounds":
-                return own_bounds(given["bounds"], self.rank, self.tp)
+                return find_own_bounds(given["bounds"], self.rank, self.tp)
             case "local_index":
                 absent = given.get("absent", False)
-                return local_index(given["index"], given["size"], self.rank, self.tp, absent=absent)
+                return localise_index(
+                    given["index"], given["size"], self.rank, self.tp, absent=absent
+                )
             case op:
                 run = LOCAL[CONVERSION_OPS[op].forward.before]
                 return run(given["x"], read_wire(given), self.rank, self.tp)

@@ -9,8 +9,8 @@ another, so that gradients are in lockstep as well. A wrong graph gives wrong va
 would there; what would hang there is an error.
 """
 
-from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, flat_name
-from autotp.verification.simulate.ranks import Simulation, simulate, variant_for, walk
+from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, find_flat_name
+from autotp.verification.simulate.ranks import Simulation, find_variant, simulate, walk_ranks
 
 __all__ = [
     "OUTPUT",
@@ -18,8 +18,8 @@ __all__ = [
     "Part",
     "Read",
     "Simulation",
-    "flat_name",
+    "find_flat_name",
     "simulate",
-    "variant_for",
-    "walk",
+    "find_variant",
+    "walk_ranks",
 ]

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from autotp.capture.graph_facts import op_name, whereabouts
+from autotp.capture.graph_facts import describe_node, name_op
 from autotp.errors import AutotpError, VerifyError
 from autotp.runtime.ops.library import bind_arguments
 from autotp.verification.simulate.collectives import NAMESPACES, Tally, run_jointly
 
-__all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "flat_name"]
+__all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "find_flat_name"]
 
 Observe: TypeAlias = Callable[[str, list[Tensor]], None]
 """Told of each tensor as it is made: the flat node's name, and its value on each rank."""
@@ -89,10 +89,10 @@ class RankTensors:
     def _cast(self, value: Tensor) -> Tensor:
         if id(value) in self.known:
             return self.known[id(value)]
-        return value if self._fits(value) else value.to(_exchanged(value.dtype, self.dtype))
+        return value if self._fits(value) else value.to(_exchange(value.dtype, self.dtype))
 
     def _fits(self, value: Tensor) -> bool:
-        return _exchanged(value.dtype, self.dtype) == value.dtype
+        return _exchange(value.dtype, self.dtype) == value.dtype
 
 
 class Walker:
@@ -144,7 +144,7 @@ class Walker:
             return [next(feed) for feed in feeds]
         if node.op == "get_attr":
             modules = [part.module.get_submodule(path) for part in self.parts]
-            with _blaming(node):
+            with _blame_node(node):
                 return [
                     own.attribute(module, str(node.target))
                     for own, module in zip(self.tensors, modules, strict=True)
@@ -156,12 +156,12 @@ class Walker:
             target = str(node.target)
             layers = [part.layers[target] for part in self.parts]
             return self.run(target, layers, [positional for positional, _ in args])
-        with _blaming(node):
+        with _blame_node(node):
             return self._called(node, args)
 
     def _called(self, node: fx.Node, args: Sequence[Given]) -> list[Result]:
         target: Target = node.target
-        name = op_name(target)
+        name = name_op(target)
         if name.partition("::")[0] in NAMESPACES or node.op != "call_function":
             return run_jointly(name, [bind_arguments(target, *given) for given in args], self.tally)
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
@@ -181,7 +181,7 @@ class Walker:
         def value(item: Result) -> Result:
             if isinstance(item, fx.Node):
                 return self._operand(path, rank, node, item, known[item])
-            return _exchanged(item, self.dtype) if isinstance(item, torch.dtype) else item
+            return _exchange(item, self.dtype) if isinstance(item, torch.dtype) else item
 
         positional: Result = map_aggregate(node.args, value)
         keywords: Result = map_aggregate(node.kwargs, value)
@@ -194,7 +194,7 @@ class Walker:
         return self.read(rank, self._name(path, item), self._name(path, node), found)
 
     def _name(self, path: str, node: fx.Node) -> str:
-        return flat_name(self.origin, path, node)
+        return find_flat_name(self.origin, path, node)
 
     def _show(self, path: str, node: fx.Node, results: list[Result]) -> None:
         """Tells the observer, once for each flat value, where it is made."""
@@ -207,7 +207,7 @@ class Walker:
             self.observe(name, results)
 
 
-def flat_name(origin: Mapping[fx.Node, str], path: str, node: fx.Node) -> str:
+def find_flat_name(origin: Mapping[fx.Node, str], path: str, node: fx.Node) -> str:
     """The name of the flat node that `node`, of the module at `path`, stands for.
 
     Constraints: it is OUTPUT for what the graph returns; a node without a flat one is called by its
@@ -223,7 +223,7 @@ def _in_lockstep(path: str, graphs: Sequence[fx.Graph]) -> Iterator[tuple[fx.Nod
         if any((n.op, n.target) != (nodes[0].op, nodes[0].target) for n in nodes):
             found = "; ".join(f"rank {rank} {n.name}" for rank, n in enumerate(nodes))
             raise VerifyError(
-                f"{whereabouts(nodes[0])}: the {len(nodes)} ranks run different ops here: {found}. "
+                f"{describe_node(nodes[0])}: the {len(nodes)} ranks run different ops here: {found}. "
                 "Give every rank the same graph"
             )
         yield nodes
@@ -246,7 +246,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def _exchanged(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def _exchange(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """`own`, or what stands for it when floating values are computed in `dtype`."""
     if dtype is None or not (own.is_floating_point or own.is_complex):
         return own
@@ -254,12 +254,12 @@ def _exchanged(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 @contextmanager
-def _blaming(node: fx.Node) -> Generator[None]:
+def _blame_node(node: fx.Node) -> Generator[None]:
     """Errors of the code inside name `node`."""
     try:
         yield
     except (AutotpError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise VerifyError(
-            f"{whereabouts(node)}: cannot run on its operands: {error}. Look for the first wrong "
+            f"{describe_node(node)}: cannot run on its operands: {error}. Look for the first wrong "
             "value at or before this node"
         ) from error

@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from autotp.algebra.split import Split
-from autotp.capture.cache import stated
-from autotp.capture.program import Program, named_leaves
+from autotp.capture.cache import flatten_caches
+from autotp.capture.program import Program, name_leaves
 from autotp.records.plan import CacheRecord
 from autotp.runtime.model import ShardedModel
-from autotp.runtime.ops.blocks import join, take
+from autotp.runtime.ops.blocks import concatenate_shards, slice_block
 from autotp.runtime.variant import Variant
 from autotp.verification.simulate.collectives import Tally
 from autotp.verification.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
 
-__all__ = ["Simulation", "input_leaves", "simulate", "variant_for", "walk"]
+__all__ = ["Simulation", "list_input_leaves", "simulate", "find_variant", "walk_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +53,18 @@ def simulate(
     - Random ops draw the same on every rank, as in processes that were seeded alike.
     - Hooks of modules do not run.
     """
-    inputs = stated(dict(inputs))
-    variants = [variant_for(model, inputs) for model in models]
+    inputs = flatten_caches(dict(inputs))
+    variants = [find_variant(model, inputs) for model in models]
     parts = [
         Part(model, variant.outlined.root, variant.outlined.layers, variant.outlined.origin)
         for model, variant in zip(models, variants, strict=True)
     ]
     caches = variants[0].plan.caches
     program = variants[0].program
-    return walk(parts, program, inputs, caches, observe=observe, read=read, dtype=dtype)
+    return walk_ranks(parts, program, inputs, caches, observe=observe, read=read, dtype=dtype)
 
 
-def walk(
+def walk_ranks(
     parts: Sequence[Part],
     program: Program,
     inputs: Mapping[str, Any],
@@ -80,8 +80,8 @@ def walk(
     come out whole; `caches` says which parts of them the ranks have.
     """
     tensors = [RankTensors(part, dtype) for part in parts]
-    leaves = named_leaves(inputs)
-    kept = _Kept(program, caches or {}, len(parts))
+    leaves = name_leaves(inputs)
+    kept = _KeptValues(program, caches or {}, len(parts))
     given = [
         [own.input(kept.part(name, leaves[name], rank)) for name in program.inputs]
         for rank, own in enumerate(tensors)
@@ -91,14 +91,14 @@ def walk(
         flat = walker.run("", [part.root for part in parts], given)
     outputs = [pytree.tree_unflatten(results, program.out_spec) for results in kept.joined(flat)]
     leaves_of = [
-        own.parameters | input_leaves(zip(program.inputs, mine, strict=True))
+        own.parameters | list_input_leaves(zip(program.inputs, mine, strict=True))
         for own, mine in zip(tensors, given, strict=True)
     ]
     return Simulation(outputs, leaves_of, walker.tally)
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptValues:
     """The tensors of a program's cache, cut for the ranks as `caches` says."""
 
     program: Program
@@ -111,7 +111,7 @@ class _Kept:
         record = self.caches.get(paths.get(name, ""))
         if record is None or record.dim is None:
             return whole
-        return take(whole, record.dim, Split.decode(record.split), rank, self.ranks)
+        return slice_block(whole, record.dim, Split.decode(record.split), rank, self.ranks)
 
     def joined(self, flat: Sequence[Sequence[Any]]) -> list[list[Any]]:
         """The ranks' outputs, with the tensors of caches put together."""
@@ -120,13 +120,13 @@ class _Kept:
             record = self.caches.get(carried.path)
             if record is not None and record.dim is not None:
                 parts = [results[number] for results in outputs]
-                whole = join(parts, record.dim, Split.decode(record.split))
+                whole = concatenate_shards(parts, record.dim, Split.decode(record.split))
                 for results in outputs:
                     results[number] = whole
         return outputs
 
 
-def input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
+def list_input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
     """Those inputs whose gradient is wanted, as `input x`, which no parameter is called."""
     return {
         f"input {name}": value
@@ -135,11 +135,11 @@ def input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
     }
 
 
-def variant_for(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
+def find_variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
     """The graph that answers a call of `model` with `inputs`, captured now if need be."""
     ShardedModel.prepare(model, **inputs)
     key = ShardedModel.key(model, **inputs)
-    given = {name: stated(value) for name, value in inputs.items() if value is not None}
+    given = {name: flatten_caches(value) for name, value in inputs.items() if value is not None}
     every = model.sharded_state.all().values()
     return next(v for v in every if v.key == key and v.holds(given))
 
