@@ -12,6 +12,7 @@ from autotp.capture.graph_facts import (
     find_source_line,
     list_module_paths,
     name_op,
+    read_argument,
 )
 from autotp.dtypes import dtype_name
 
@@ -76,3 +77,14 @@ def test_a_dtype_is_named_without_torch() -> None:
         dtype_name(torch.bfloat16),
         dtype_name("torch.float8_e4m3fn"),
     )
+
+
+def test_an_argument_is_found_by_its_name_wherever_it_is_given() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    made = graph.call_function(torch.ops.aten.slice.Tensor, (x, 1), {"end": 4})
+
+    assert [x, 1, None, 4, 1] == [
+        read_argument(made, n) for n in ("self", "dim", "start", "end", "step")
+    ]
+    assert read_argument(made, "axis") is None

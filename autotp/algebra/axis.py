@@ -52,6 +52,16 @@ class Atom:
         """A short unique name, `a17`."""
         return f"a{self.number}"
 
+    @property
+    def units(self) -> int:
+        """Its size; 0 where that is symbolic."""
+        return self.size.static or 0
+
+    @property
+    def is_splittable(self) -> bool:
+        """Whether it is an axis of several units, as many in every call, that is no data's."""
+        return self.units > 1 and self.segments is None and not self.data
+
 
 Dim = tuple[Atom, ...]
 Extents: TypeAlias = tuple[Extent, ...]

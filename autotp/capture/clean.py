@@ -12,6 +12,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
+from autotp.capture.graph_facts import read_argument, spell_sizes
+
 __all__ = ["clean", "drops_nothing", "is_idle", "retarget"]
 
 END = 2**63 - 1  # how a slice says "to the end"
@@ -91,7 +93,7 @@ def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
         typed.meta = dict(node.meta, val=source.meta["val"].to(node.meta["val"].dtype))
         wide = graph.call_function(aten.expand_as.default, (typed, target))
         wide.meta = dict(node.meta)
-    same = _shape(typed) == _shape(node)
+    same = spell_sizes(typed) == spell_sizes(node)
     node.replace_all_uses_with(typed if same else wide)
     graph.erase_node(node)
 
@@ -158,14 +160,14 @@ def _unfold_broadcast(node: fx.Node) -> None:
     given = cast(list[fx.Node], node.args[0])
     for item in list(node.users):
         source = given[cast(int, item.args[1])]
-        if _shape(source) == _shape(item):
+        if spell_sizes(source) == spell_sizes(item):
             item.replace_all_uses_with(source)
 
 
 def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
     """Takes from a `cat` what adds nothing: tensors of shape (0,), as a fresh cache is."""
     given = cast(list[fx.Node], node.args[0])
-    kept = [n for n in given if _shape(n) != ["0"]]
+    kept = [n for n in given if spell_sizes(n) != ["0"]]
     if len(kept) == len(given) or {n.meta["val"].dtype for n in kept} != {node.meta["val"].dtype}:
         return
     node.args = (kept, *node.args[1:])
@@ -174,15 +176,11 @@ def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
 
 
-def _shape(node: fx.Node) -> list[str]:
-    """Sizes as text, so that symbols compare by form: no guard, no order."""
-    return [str(size) for size in node.meta["val"].shape]
-
-
 def drops_nothing(node: fx.Node) -> bool:
     """Whether `node` is a dropout that is off: it then returns its very input, not a copy."""
-    off = _argument(node, 1, "p", 0.5) == 0 or not _argument(node, 2, "train", False)
-    return node.target in DROPOUTS and off
+    return node.target in DROPOUTS and (
+        read_argument(node, "p") == 0 or not read_argument(node, "train")
+    )
 
 
 def retarget(graph: fx.Graph, device: torch.device) -> None:
@@ -220,14 +218,10 @@ def _checks_values(node: fx.Node) -> bool:
     return isinstance(condition, torch.SymBool) and not condition.node.has_hint()
 
 
-def _argument(node: fx.Node, position: int, name: str, default: object) -> object:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
 def _is_whole_slice(node: fx.Node) -> bool:
-    if _argument(node, 2, "start", None) not in (None, 0) or _argument(node, 4, "step", 1) != 1:
+    if read_argument(node, "start") not in (None, 0) or read_argument(node, "step") != 1:
         return False
-    end, dim = _argument(node, 3, "end", None), _argument(node, 1, "dim", 0)
+    end, dim = read_argument(node, "end"), read_argument(node, "dim")
     return end is None or end == END or _size(node.args[0], dim) == _size(node, dim)
 
 

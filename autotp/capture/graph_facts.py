@@ -14,13 +14,16 @@ __all__ = [
     "TORCH",
     "SourceLine",
     "Value",
-    "find_module_path",
-    "list_module_paths",
-    "name_op",
-    "list_results",
-    "find_source_line",
-    "find_source",
     "describe_node",
+    "find_expression",
+    "find_module_path",
+    "find_source",
+    "find_source_line",
+    "list_module_paths",
+    "list_results",
+    "name_op",
+    "read_argument",
+    "spell_sizes",
 ]
 
 TORCH: Final = os.path.dirname(torch.__file__) + os.sep
@@ -70,6 +73,31 @@ def list_results(node: fx.Node) -> dict[int, torch.Tensor]:
         items = cast("Sequence[object]", val)
         return {k: item for k, item in enumerate(items) if isinstance(item, torch.Tensor)}
     return {}
+
+
+def read_argument(node: fx.Node, name: str) -> Any:
+    """The value of the argument called `name`, its default if it is not given."""
+    schema: Any = getattr(node.target, "_schema", None)
+    for at, known in enumerate(schema.arguments if schema else ()):
+        if known.name == name:
+            default = known.default_value
+            return node.args[at] if at < len(node.args) else node.kwargs.get(name, default)
+    return None
+
+
+def find_expression(size: Any) -> Any:
+    """The sympy expression of a symbolic size; a plain number as it is."""
+    symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return size.node.expr if symbolic else size
+
+
+def spell_sizes(node: fx.Node) -> list[str]:
+    """The sizes of the tensor that a node makes, as text: symbols compare by form, and no guard on
+    them arises.
+
+    Example: `["s0", "8"]`.
+    """
+    return [str(size) for size in node.meta["val"].shape]
 
 
 def name_op(target: object) -> str:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
 from autotp.capture.program import KEPT, WORDS, Program, find_broken_guard, name_leaves
+from autotp.capture.source_model import find_device
 from autotp.errors import CaptureError, PlanError
 
 __all__ = [
@@ -364,20 +365,16 @@ class _Examples:
 
     def _integers(self, shape: tuple[int, ...], below: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
-        return torch.randint(0, below, shape, generator=generator).to(_device(self.model))
+        return torch.randint(0, below, shape, generator=generator).to(find_device(self.model))
 
     def _reals(self, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        return torch.randn(shape, generator=generator).to(_device(self.model), dtype)
+        return torch.randn(shape, generator=generator).to(find_device(self.model), dtype)
 
 
 def _config(model: nn.Module) -> object:
     return getattr(model, "config", None)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 SHORT, LONGER = 8, 12

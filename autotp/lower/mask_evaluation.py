@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
 from autotp.capture.conditions import Pattern, plain_values
+from autotp.capture.graph_facts import find_expression
 
 __all__ = ["Part", "Says", "Verdict", "part_of", "verdict"]
 
@@ -89,7 +90,7 @@ def part_of(
     held = {n: constants[str(n.target)] for n in nodes if n.op == "get_attr"}
     read: dict[fx.Node, Pattern] = {n: "ones" for n in nodes if n.op == "placeholder"}
     queries, keys = query.meta["val"].shape, key.meta["val"].shape
-    part = Part(nodes, read, held, queries[-2], keys[-2], _expression(queries[0]))
+    part = Part(nodes, read, held, queries[-2], keys[-2], find_expression(queries[0]))
     part.symbols = _symbols(part)
     return part if all(s.is_Symbol for s in part.symbols) else None
 
@@ -97,7 +98,7 @@ def part_of(
 def verdict(part: Part) -> Verdict | None:
     """What the mask says at all sizes, or up to some; None where it is neither word."""
     says = {"causal", "full"}
-    if _expression(part.rows) != _expression(part.columns):
+    if find_expression(part.rows) != find_expression(part.columns):
         says.discard("causal")
     runs = 0
     for sizes in _small(part):
@@ -154,25 +155,21 @@ def _long(part: Part, length: int) -> Iterator[Sizes]:
 def _symbols(part: Part) -> list[Any]:
     """The symbols of all sizes that the part knows."""
     found: dict[Any, None] = {}
-    expressions = [_expression(part.rows), _expression(part.columns)]
+    expressions = [find_expression(part.rows), find_expression(part.columns)]
     for node in part.nodes:
-        expressions += [_expression(s) for s in node.meta["val"].shape]
-        expressions += [_expression(n.meta["val"]) for n in node.all_input_nodes if _is_size(n)]
+        expressions += [find_expression(s) for s in node.meta["val"].shape]
+        expressions += [find_expression(n.meta["val"]) for n in node.all_input_nodes if _is_size(n)]
     for expression in expressions:
         if not isinstance(expression, (bool, int, float)):
             found |= dict.fromkeys(sorted(expression.free_symbols, key=str))
     return list(found)
 
 
-def _expression(size: Any) -> Any:
-    return size.node.expr if isinstance(size, SYMBOLIC) else size
-
-
 def _value(size: Any, sizes: Sizes) -> Any:
     """A size, or another number made of sizes, at chosen ones."""
     if not isinstance(size, SYMBOLIC):
         return size
-    known = _expression(size).subs(sizes)
+    known = find_expression(size).subs(sizes)
     kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(size)]
     return kind(known)
 
@@ -198,7 +195,7 @@ def _written(part: Part) -> Iterator[tuple[int, bool]]:
         listed: list[Any] = []
         map_aggregate((node.args, node.kwargs), listed.append)
         for size in (n.meta["val"] for n in node.all_input_nodes if _is_size(n)):
-            expression = _expression(size)
+            expression = find_expression(size)
             if not isinstance(expression, (bool, int, float)):
                 yield from ((abs(int(n)), True) for n in expression.atoms() if n.is_Integer)
             else:

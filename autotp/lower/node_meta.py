@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autotp.capture.graph_facts import find_expression
+
 __all__ = ["MetaPool"]
 
 
@@ -47,5 +49,5 @@ def _said(val: object) -> Hashable:
     if type(val) is not FakeTensor or val.layout != torch.strided:
         return None
     numbers = (*val.shape, *val.stride(), val.storage_offset())
-    sizes = tuple(n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers)
+    sizes = tuple(find_expression(n) for n in numbers)
     return (sizes, val.dtype, val.device, val.requires_grad, id(val.fake_mode))

@@ -22,7 +22,13 @@ from autotp.algebra.axis import Dim
 from autotp.algebra.partition import Partition
 from autotp.algebra.placement import CONVERSIONS, PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
-from autotp.capture.graph_facts import Value, find_module_path, find_source, list_module_paths
+from autotp.capture.graph_facts import (
+    Value,
+    find_expression,
+    find_module_path,
+    find_source,
+    list_module_paths,
+)
 from autotp.cost.conversions import Delivered
 from autotp.lower.conversion import Target, emit_conversion
 from autotp.lower.gradient_bucket import share_gradients
@@ -360,7 +366,7 @@ class _Writer:
         shape: list[Any] = list(meta.shape)
         for step in self._cut_apart(placement, dims):
             shape[step.dim] = self._local_size(shape[step.dim], self._split(dims, step))
-        key = (meta.dtype, tuple(n if type(n) is int else n.node.expr for n in shape))
+        key = (meta.dtype, tuple(find_expression(n) for n in shape))
         found = self.locals.get(key)
         if found is None:
             found = self.locals[key] = meta.new_empty(shape)

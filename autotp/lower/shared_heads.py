@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.capture.graph_facts import spell_sizes
+
 __all__ = ["share_heads"]
 
 aten = torch.ops.aten
@@ -45,7 +47,7 @@ def _can(node: fx.Node, device: torch.device) -> bool:
         return False
     _, key, value = nodes
     sources = _repeated(key), _repeated(value)
-    if None in sources or len({_sizes(s)[HEADS] for s in sources if s is not None}) != 1:
+    if None in sources or len({spell_sizes(s)[HEADS] for s in sources if s is not None}) != 1:
         return False
     masked = (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is not None
     sizes = [n.meta["val"].shape[-1] for n in (key, value)]
@@ -73,23 +75,18 @@ def _repeated(node: fx.Node) -> fx.Node | None:
 
 def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
     """Whether the sizes are not those of heads repeated: batch, heads, copies, length, size."""
-    batch, heads, length, size = _sizes(source)
-    b, h, _, n, e = _sizes(wide)
+    batch, heads, length, size = spell_sizes(source)
+    b, h, _, n, e = spell_sizes(wide)
     shape = node.meta["val"].shape
     copies = wide.meta["val"].shape[HEADS + 1]
     known = type(shape[HEADS]) is int and type(copies) is int and heads.isdigit()
-    kept = (b, h, n, e) == (batch, heads, length, size) == (*_sizes(node)[:1], heads, n, e)
-    same = len(shape) == 4 and _sizes(node)[2:] == [length, size]
+    kept = (b, h, n, e) == (batch, heads, length, size) == (*spell_sizes(node)[:1], heads, n, e)
+    same = len(shape) == 4 and spell_sizes(node)[2:] == [length, size]
     return not (known and kept and same and int(heads) * copies == shape[HEADS])
 
 
 def _four(source: Any) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and source.meta["val"].dim() == 4 else None
-
-
-def _sizes(node: fx.Node) -> list[str]:
-    """Sizes as text: symbols compare by form, and nothing is specialised."""
-    return [str(size) for size in node.meta["val"].shape]
 
 
 def _share(node: fx.Node) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, plain_values
+from autotp.capture.graph_facts import read_argument
 from autotp.lower.mask_evaluation import Part, Says, part_of, verdict
 
 __all__ = ["Unmasked", "unmasked"]
@@ -64,8 +65,8 @@ def _found(
     known: dict[Any, tuple[Says, frozenset[Condition]] | None] = {}
     found: list[_Found] = []
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        mask = _argument(node, MASK, "attn_mask")
-        if not isinstance(mask, fx.Node) or _argument(node, CAUSAL, "is_causal"):
+        mask = read_argument(node, "attn_mask")
+        if not isinstance(mask, fx.Node) or read_argument(node, "is_causal"):
             continue
         query, key = node.all_input_nodes[:2]
         shapes = str(query.meta["val"].shape[-2]), str(key.meta["val"].shape[-2])
@@ -130,7 +131,7 @@ def _without(graph: fx.Graph, found: Sequence[_Found]) -> fx.Graph:
     copy = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     copy.output(copy.graph_copy(graph, new))
-    masks = {new[f.node]: _argument(new[f.node], MASK, "attn_mask") for f in found}
+    masks = {new[f.node]: read_argument(new[f.node], "attn_mask") for f in found}
     for each in found:
         _rewrite(new[each.node], causal=each.says == "causal")
     idle = _above(masks.values())
@@ -164,7 +165,3 @@ def _above(masks: Any) -> set[fx.Node]:
             found.add(node)
             waiting += node.all_input_nodes
     return found
-
-
-def _argument(node: fx.Node, position: int, name: str) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import fx
@@ -46,6 +46,10 @@ class Use:
     operands: tuple[Operand, ...]
     rule: NodeRule
     row: Row | None
+
+
+Cut: TypeAlias = tuple[int | None, tuple[int, ...]]
+"""A dim, and the encoded form of its `algebra.split.Split`."""
 
 
 @dataclass
@@ -106,6 +110,13 @@ class Analysis:
         if not placement.is_split:
             return None
         return self.forest.split(self.dims[value][placement.dim], placement.partition)
+
+    def cut(self, value: Value, placement: Placement) -> Cut:
+        """What each rank has of a value, apart from the names of axes: a dim and its encoded split;
+        none where it is not split.
+        """
+        split = self.split(value, placement)
+        return (placement.dim, split.encode()) if split else (None, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

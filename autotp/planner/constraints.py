@@ -143,20 +143,17 @@ class OverrideConstraint:
 
     def _fitting(self, axis: Atom) -> Iterator[int]:
         """The tp sizes that an axis can be cut for: up to its size in a pair, else its divisors."""
-        size = self._units(axis)
+        size = axis.units
         matching = self.layouts.matching
         paired = axis in {a for p in matching.pairs for a in p.axes} | {*matching.experts.values()}
         return (n for n in range(2, size + 1) if paired or size % n == 0)
-
-    def _units(self, axis: Atom) -> int:
-        return axis.size.static or 0
 
     def _cuts(self) -> Iterator[tuple[Placement, Atom]]:
         """Every cut of the parameter along one of its axes, at any tp."""
         analysis = self.layouts.analysis
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
             for axis in analysis.forest.leaves(dim):
-                if self._units(axis) > 1 and not axis.data:
+                if axis.is_splittable:
                     yield split(number, axis.name), axis
 
     def _offers(self, possible: Sequence[Placement]) -> list[str]:
@@ -175,7 +172,7 @@ class OverrideConstraint:
     def _either(self, axes: Iterable[Atom]) -> str:
         """The axes by name and size, those in no pair by size: `heads (8) or one of 64`."""
         words = {a: w for pair in self.layouts.matching.pairs for a, w in pair.words.items()}
-        sized = sorted((self._units(a), words.get(a.name, "")) for a in set(axes))
+        sized = sorted((a.units, words.get(a.name, "")) for a in set(axes))
         told = [f"{word} ({size})" if word else f"one of {size}" for size, word in sized]
         return " or ".join(dict.fromkeys(told)).removeprefix("one ")
 

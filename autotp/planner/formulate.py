@@ -434,9 +434,7 @@ class WeightCosts:
         offers, tp = self.terms.offers, self.terms.tp
         open_axes = offers.uneven.union(*(p.axes for p in offers.joint))
         axes = self.matching.home.get(name, ())
-        return frozenset(
-            a.name for a in axes if (a.size.static or 0) % tp == 0 or a.name in open_axes
-        )
+        return frozenset(a.name for a in axes if a.units % tp == 0 or a.name in open_axes)
 
     def _bucket(self, placement: Placement, split: Split | None, size: int) -> int:
         """The time of a partial gradient's share of the bucket: its bytes, no latency."""
@@ -486,8 +484,8 @@ class CacheDomains:
     ) -> NDArray[np.int64]:
         """The costs of an edge by which an output lies as the input whose place it takes."""
         assert kept.taken is not None
-        ins = [self._cut(p, (kept.taken, 0)) for p in before]
-        outs = [self._cut(p, kept.value) for p in after]
+        ins = [self.analysis.cut((kept.taken, 0), p) for p in before]
+        outs = [self.analysis.cut(kept.value, p) for p in after]
         table = np.zeros((len(LEVELS), len(ins), len(outs)), np.int64)
         table[LEVELS.index("forbidden")] = [[came != goes for goes in outs] for came in ins]
         return table
@@ -499,7 +497,7 @@ class CacheDomains:
         rank = len(self.analysis.dims[value])
         if record is None or (record.dim is not None and record.dim >= rank):
             return list(domain)
-        left = [p for p in domain if self._cut(p, value) == (record.dim, record.split)]
+        left = [p for p in domain if self.analysis.cut(value, p) == (record.dim, record.split)]
         if not left:
             cut = f"cut along {record.axis} ({record.size})" if record.size else "whole"
             raise PlanError(
@@ -507,9 +505,3 @@ class CacheDomains:
                 "placements in this graph none is. Start from an empty cache."
             )
         return left
-
-    def _cut(self, placement: Placement, value: Value) -> Cut:
-        if not placement.is_split:
-            return None, ()
-        split = self.analysis.split(value, placement)
-        return placement.dim, split.encode() if split else ()

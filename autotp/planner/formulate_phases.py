@@ -66,8 +66,8 @@ def _tie_variables(
     if first == number:
         return
     ours, choices, here = held
-    cuts = [_describe_split(analysis, value, p) for p in domain]
-    agree = [[cut == _describe_split(phase.analysis, here, p) for p in choices] for cut in cuts]
+    cuts = [analysis.cut(value, p) for p in domain]
+    agree = [[cut == phase.analysis.cut(here, p) for p in choices] for cut in cuts]
     yield Tie((first, variable), (number, ours), np.array(agree))
 
 
@@ -82,11 +82,3 @@ def _list_caches(phase: PlannedPhase) -> tuple[dict[str, _Held], dict[str, _Held
     outputs = list_cache_outputs(phase.analysis)
     taken = {k.path: (*kept[k.taken.name], (k.taken, 0)) for k in outputs if k.taken is not None}
     return taken, {k.path: (*kept[k.number], k.value) for k in outputs}
-
-
-def _describe_split(analysis: Analysis, value: Value, placement: Placement) -> object:
-    """What each rank has of a value, apart from how its axes are called in one program."""
-    if not placement.is_split:
-        return "R", None, ()
-    split = analysis.split(value, placement)
-    return placement.kind[0], placement.dim, split.encode() if split else ()

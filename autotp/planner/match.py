@@ -144,13 +144,13 @@ class _PairFinder:
             weights = all(use.operands[s].value in self.analysis.weights for s in operands)
             if factor.kind == "pass" and k in operands and weights:
                 yield from dict.fromkeys(
-                    a for a in self.forest.leaves(factor.dim) if _is_splittable(a)
+                    a for a in self.forest.leaves(factor.dim) if a.is_splittable
                 )
 
     def _table_axes(self, use: Use, k: int) -> Iterable[Atom]:
         for factor in use.rule.factors:
             if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
-                yield from (a for a in self.forest.leaves(factor.dim) if _is_splittable(a))
+                yield from (a for a in self.forest.leaves(factor.dim) if a.is_splittable)
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────
 
@@ -222,7 +222,7 @@ class _PairFinder:
     def _together(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
         """Static axes that share a dim of operand `k`: factors of one head dim."""
         dims = use.operands[k].dims
-        groups = [tuple(a for a in self.forest.leaves(d) if _is_splittable(a)) for d in dims]
+        groups = [tuple(a for a in self.forest.leaves(d) if a.is_splittable) for d in dims]
         return [g for g in groups if len(g) > 1]
 
     def _parameters(self, value: Value) -> tuple[str, ...]:
@@ -368,7 +368,7 @@ class _PairFinder:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
         if name in self.tables - self.heads:  # a tied table follows its head
-            return tuple(dict.fromkeys(a for a in leaves if _is_splittable(a)))
+            return tuple(dict.fromkeys(a for a in leaves if a.is_splittable))
         return tuple(a for a in pair.axes if a in leaves)
 
 
@@ -377,10 +377,6 @@ def _can_merge(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
     return all(
         any(pair in beside.get(n, ()) for n in names) for names in (pair.openers, pair.closers)
     )
-
-
-def _is_splittable(atom: Atom) -> bool:
-    return atom.size.static is not None and atom.size.coefficient > 1 and not atom.data
 
 
 def _extend(names: list[str], more: Iterable[str]) -> None:

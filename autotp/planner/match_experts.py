@@ -56,7 +56,7 @@ def _list_axes(analysis: Analysis, name: str) -> dict[Atom, None]:
     """The axes that are whole dims of a parameter."""
     dims = analysis.dims[(analysis.parameters[name], 0)]
     flat = [analysis.forest.flat(dim) for dim in dims]
-    return dict.fromkeys(dim[0] for dim in flat if len(dim) == 1 and _is_splittable(dim[0]))
+    return dict.fromkeys(dim[0] for dim in flat if len(dim) == 1 and dim[0].is_splittable)
 
 
 def _find_shared_axes(analysis: Analysis) -> dict[str, set[Atom]]:
@@ -79,8 +79,4 @@ def _find_expert_axes(analysis: Analysis, use: Use, k: int) -> Iterator[Atom]:
     for own, factor in slots:
         batch = factor.kind == "pass" and own & active
         if k in own and (batch or factor.grouped):
-            yield from (a for a in analysis.forest.flat(factor.dim) if _is_splittable(a))
-
-
-def _is_splittable(atom: Atom) -> bool:
-    return (atom.size.static or 0) > 1 and atom.segments is None and not atom.data
+            yield from (a for a in analysis.forest.flat(factor.dim) if a.is_splittable)

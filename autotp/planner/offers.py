@@ -22,7 +22,7 @@ def find_offers(analysis: Analysis, matching: Matching, tp: int) -> Offers:
         return Offers()
     axes = {a for pair in matching.pairs for a in pair.axes} | set(_list_embedding_rows(analysis))
     axes |= {*matching.experts.values()}
-    uneven = frozenset(a.name for a in axes if _count_units(a) >= tp and _count_units(a) % tp)
+    uneven = frozenset(a.name for a in axes if a.units >= tp and a.units % tp)
     factors = [factor_pair(pair, tp) for pair in matching.pairs]
     joint = [*(p for p in factors if p), *_find_joint_partitions(analysis, matching, tp)]
     return Offers(uneven, tuple(dict.fromkeys(joint)))
@@ -41,22 +41,18 @@ def factor_pair(pair: AxisPair, tp: int) -> Partition | None:
 
     Of all n1 * n2 the one with the fewest heads on the fullest rank, then the fewest copies.
     """
-    if len(pair.axes) != 2 or not 1 < _count_units(pair.axes[0]) < tp:
+    if len(pair.axes) != 2 or not 1 < pair.axes[0].units < tp:
         return None
     first, second = pair.axes
     ways = [
-        (-(-_count_units(first) // n) * -(-_count_units(second) // (tp // n)), -n)
-        for n in range(2, _count_units(first) + 1)
-        if tp % n == 0 and tp // n <= _count_units(second)
+        (-(-first.units // n) * -(-second.units // (tp // n)), -n)
+        for n in range(2, first.units + 1)
+        if tp % n == 0 and tp // n <= second.units
     ]
     if not ways:
         return None
     n = -min(ways)[1]
     return Partition((Part(first.name, n, tp // n), Part(second.name, tp // n, 1)))
-
-
-def _count_units(axis: Atom) -> int:
-    return axis.size.static or 0
 
 
 def _find_joint_partitions(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
@@ -87,7 +83,7 @@ def _partition_section(analysis: Analysis, section: Dim, tp: int) -> Partition |
 
 
 def _divides(axis: Atom, tp: int) -> bool:
-    return _count_units(axis) > 0 and _count_units(axis) % tp == 0
+    return axis.units > 0 and axis.units % tp == 0
 
 
 def _list_sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:
@@ -106,7 +102,7 @@ def _list_pairs(
 
 def _partition_pair(pair: AxisPair, tp: int) -> Partition | None:
     """How the pair is cut on its own: along its first axis that has a unit for every rank."""
-    fitting = [a for a in pair.axes if _count_units(a) >= tp]
+    fitting = [a for a in pair.axes if a.units >= tp]
     if fitting:
         return Partition((Part(fitting[0].name),))
     return factor_pair(pair, tp)

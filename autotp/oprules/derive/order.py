@@ -9,12 +9,11 @@ positions in a dim), `sorted` (of a result in ascending order), `counts` and `su
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
-from autotp.capture.graph_facts import find_source
+from autotp.capture.graph_facts import find_source, read_argument
 from autotp.oprules.rule import Row
 
 __all__ = ["Orders"]
@@ -46,7 +45,7 @@ class Orders:
         meta = ids.meta.get("val")
         if self._option(node, "sorted") != result or not isinstance(meta, torch.Tensor):
             return False
-        falling = argument(node, "descending")
+        falling = read_argument(node, "descending")
         return not falling and meta.dim() == 1 and self._positions(node.all_input_nodes[0])
 
     def _positions(self, node: fx.Node) -> bool:
@@ -69,7 +68,7 @@ class Orders:
         """The nodes that add up how many of each position there are."""
         for counts in self._counts(ids, groups):
             for reader in counts.users:
-                if self._option(reader, "sums") and argument(reader, "dim") in (0, -1):
+                if self._option(reader, "sums") and read_argument(reader, "dim") in (0, -1):
                     yield reader
 
     def _counts(self, ids: fx.Node, groups: int) -> Iterator[fx.Node]:
@@ -82,16 +81,5 @@ class Orders:
 
 def _covers(node: fx.Node, groups: int) -> bool:
     """Whether a node counts the positions from 0 to `groups` - 1, each on its own."""
-    given = tuple(argument(node, name) for name in ("bins", "min", "max"))
+    given = tuple(read_argument(node, name) for name in ("bins", "min", "max"))
     return given == (groups, 0, groups - 1)
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """The value of the argument called `name`, its default if it is not given."""
-    schema: Any = getattr(node.target, "_schema", None)
-    for at, known in enumerate(schema.arguments if schema else ()):
-        if known.name == name:
-            return (
-                node.args[at] if at < len(node.args) else node.kwargs.get(name, known.default_value)
-            )
-    return None

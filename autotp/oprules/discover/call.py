@@ -77,7 +77,7 @@ class Opaque:
         def fill(x: Any) -> Any:
             if isinstance(x, _Hole):
                 return tensors[x.number]
-            return _value(x, values) if isinstance(x, Size) else x
+            return size_of(x, values) if isinstance(x, Size) else x
 
         args, kwargs = _mapped(self.args, fill), _mapped(self.kwargs, fill)
         found: Any = self.target(*args, **kwargs)
@@ -181,5 +181,6 @@ def _leaves(x: Any) -> Iterator[Any]:
     return iter(leaves)
 
 
-def _value(size: Size, values: Values) -> int:
+def size_of(size: Size, values: Values) -> int:
+    """The number that stands for `size`."""
     return values.get(size, size.coefficient)

@@ -13,9 +13,8 @@ from itertools import combinations, islice, product
 from typing import Literal, TypeAlias, TypeVar
 
 from autotp.algebra.size import Size
-from autotp.oprules.discover.call import Opaque, Values
+from autotp.oprules.discover.call import Opaque, Values, size_of
 from autotp.oprules.discover.joins import Cut, Joined, Sharing, is_linear, parts_of
-from autotp.oprules.discover.sizes import size_of
 from autotp.oprules.discover.trial import Trial
 from autotp.oprules.rule import Slot
 

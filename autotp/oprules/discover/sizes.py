@@ -8,8 +8,7 @@ argument is tied to a size, the size is kept, or is made another multiple of the
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm, prod
 
-from autotp.algebra.size import Size
-from autotp.oprules.discover.call import Opaque, Values
+from autotp.oprules.discover.call import Opaque, Values, size_of
 
 __all__ = ["FAMILIES", "sizings"]
 
@@ -75,8 +74,3 @@ def _smaller(statics: Sequence[int], first: int, fixed: Mapping[int, int]) -> di
 
 def _elements(call: Opaque, values: Values) -> int:
     return sum(prod(size_of(s, values) for s in shape) for shape in call.shapes)
-
-
-def size_of(size: Size, values: Values) -> int:
-    """The number that stands for `size`."""
-    return values.get(size, size.coefficient)

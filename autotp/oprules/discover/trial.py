@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autotp.oprules.discover.call import Opaque, Values
-from autotp.oprules.discover.sizes import size_of
+from autotp.oprules.discover.call import Opaque, Values, size_of
 
 __all__ = ["DRAWS", "Setting", "Trial"]
 

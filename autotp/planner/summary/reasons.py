@@ -87,11 +87,11 @@ class Reasons:
 
     def _few(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
         """Whether `axes` have too few units, and their pair no way to share them."""
-        few = all((a.size.static or 0) < self.call.tp for a in axes)
+        few = all(a.units < self.call.tp for a in axes)
         return few and not factor_pair(pair, self.call.tp)
 
     def _too_few(self, pair: AxisPair) -> str:
-        sizes = {a: a.size.static or 0 for a in pair.axes}
+        sizes = {a: a.units for a in pair.axes}
         named = ", ".join(
             f"{self.names[a.name].rpartition('.')[2]} ({s})" for a, s in sizes.items()
         )
@@ -131,8 +131,7 @@ class Reasons:
         return f"it is in no pair: {self._ends(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:
-        size = axis.size.static
-        return size is not None and size > 1 and size % self.call.tp == 0 and not axis.data
+        return axis.is_splittable and axis.units % self.call.tp == 0
 
     def _ends(self, name: str, axes: Sequence[Atom]) -> str:
         """Where cuts of a parameter along `axes` end, those that end alike together."""
@@ -185,7 +184,7 @@ class Reasons:
 
 def _list_fitting(pair: AxisPair, tp: int) -> bool:
     """Whether `tp` ranks can share the pair's axes."""
-    return any((a.size.static or 0) >= tp for a in pair.axes) or bool(factor_pair(pair, tp))
+    return any(a.units >= tp for a in pair.axes) or bool(factor_pair(pair, tp))
 
 
 def _format_sizes(most: int) -> str:

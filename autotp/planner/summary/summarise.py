@@ -163,7 +163,7 @@ class _Summary:
         return Pair(
             role=pair.role.name,
             axis=self._axis_name(cut) if len(cut.parts) > 1 else named,
-            size=prod(a.size.static or 0 for a in axes),
+            size=prod(a.units for a in axes),
             local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
             openers=pair.openers,
             closers=pair.closers,
@@ -198,7 +198,7 @@ class _Summary:
     def _too_few(self, pair: AxisPair) -> str:
         """Why experts are cut, and not handed out, where there are fewer than ranks."""
         several, tp = self.found.matching.experts, self.call.tp
-        named = (several[n].size.static or 0 for n in pair.openers if n in several)
+        named = (several[n].units for n in pair.openers if n in several)
         few = next((n for n in named if n < tp), 0)
         return f"experts ({few}): too few for tp {tp}, so each is cut" if few else ""
 
