@@ -70,7 +70,12 @@ def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
         PlanError, lambda: autotp.plan(hand[0], 1024, example_inputs=hand[1], strict=True)
     )
 
-    says(message, "HandGPT", "100 % of the parameter bytes are replicated on every rank", "Choose a smaller tp")
+    says(
+        message,
+        "HandGPT",
+        "100 % of the parameter bytes are replicated on every rank",
+        "Choose a smaller tp",
+    )
 
 
 def test_without_processes_the_line_that_starts_them_is_told(hand: Hand) -> None:
@@ -313,7 +318,9 @@ def test_an_op_without_a_rule_is_refused_when_strict() -> None:
         UnknownOpError, lambda: autotp.plan(Strange(8, 32), 2, example_inputs=STRANGE, strict=True)
     )
 
-    says(message, "autotp_tests.twice", "has no rule, and strict=True", "Add a row to rules/aten/")
+    says(
+        message, "autotp_tests.twice", "has no rule, and strict=True", "with a row for it as rules="
+    )
 
 
 def test_an_op_without_a_rule_that_cannot_be_tried_acts_whole_and_the_plan_says_so() -> None:

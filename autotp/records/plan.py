@@ -1,7 +1,7 @@
 """The plan of one model for one tensor-parallel size: plain data, equal on every rank.
 
-It contains no torch object; JSON round-trips exactly; `hash` covers everything that ranks must agree
-on, and nothing that only describes how the plan was found.
+It contains no torch object; JSON round-trips exactly; `hash` covers everything that ranks must
+agree on, and nothing that only describes how the plan was found.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,8 +38,8 @@ BUCKET: Final = "bucket of replicated parameters"
 class Shard:
     """The shard of a parameter on one rank.
 
-    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` that the rank has; empty
-    if it has all.
+    `ranges`: the ordered `[start, stop)` intervals of the parameter's `dim` that the rank has;
+    empty if it has all.
     """
 
     shape: tuple[int, ...]
@@ -128,8 +128,8 @@ class CollectiveRecord:
       input), `wire_bytes`: what each rank sends in a ring; both at the plan's `sizes`.
     - `time_ps`: estimated for the plan's machine, in picoseconds.
     - `group`: "tp", or a sub-group.
-    - `axis`: the pairable axis whose split requires it, if any; the report lists the collective with
-      that pair, or else with the pair whose parameters `where` names.
+    - `axis`: the pairable axis whose split requires it, if any; the report lists the collective
+      with that pair, or else with the pair whose parameters `where` names.
     """
 
     kind: str
@@ -147,8 +147,8 @@ class CacheRecord:
     """One tensor of a cache: every call takes and returns it with the same sharding.
 
     - `name`: its path in the cache, e.g. `layers.0.keys`.
-    - `dim`, `axis`: the sharded dim and its axis; None if it is replicated. `size`: the full size of
-      that dim; 0 if there is none. `split`: the flat form of its `algebra.split.Split`.
+    - `dim`, `axis`: the sharded dim and its axis; None if it is replicated. `size`: the full size
+      of that dim; 0 if there is none. `split`: the flat form of its `algebra.split.Split`.
     - `bytes`: of the full tensor, at the greatest length that the plan covers.
     """
 
@@ -212,14 +212,15 @@ class Plan:
     - `memory`: bytes of the largest rank under "parameters", "gradients", "optimizer", "buffers",
       and under "kv_cache", at its greatest length, where calls take or return a cache.
     - `replicated_fraction`: replicated bytes over all parameter bytes; tied parameters count once.
-    - `unused_fraction`: the share of all parameter bytes that the captured graph does not read: towers
-      of inputs that were not given.
+    - `unused_fraction`: the share of all parameter bytes that the captured graph does not read:
+      towers of inputs that were not given.
     - `unruled`: ops without a rule, as "op at module path: reason"; they run replicated.
-    - `discovered`: rules discovered by running ops without one. `differing`: ops on replicated values
-      whose results may differ between ranks.
+    - `discovered`: rules discovered by running ops without one. `differing`: ops on replicated
+      values whose results may differ between ranks.
     - `caches`: tensors of the cache that calls take or return, by path; empty without one.
     - `phases`: the calls planned together, this plan's own first; empty for a call planned alone.
-    - `options`: what was requested (overrides, shard_threshold, optimizer, state_dtype, reduce_dtype).
+    - `options`: what was requested (overrides, shard_threshold, optimizer, state_dtype,
+      reduce_dtype).
     - `choices`: node name to the label of the strategy chosen, for readers of the graph.
 
     Constraints:
@@ -260,8 +261,8 @@ class Plan:
     def hash(self) -> str:
         """The SHA-256, in hexadecimal, of the layouts and their cost; equal on all ranks.
 
-        How the plan was found (cost levels, bound, method) is excluded: a plan made with `plan=` has
-        the hash of the plan that it follows.
+        How the plan was found (cost levels, bound, method) is excluded: a plan made with `plan=`
+        has the hash of the plan that it follows.
         """
         return hash_content(self, _SEARCH)
 
@@ -273,13 +274,13 @@ class Plan:
     def from_json(cls, text_or_path: str | Path) -> "Plan":
         """Read a plan from JSON text, or from the path of a JSON file.
 
-        Raises PlanError if the text is truncated, has another version, lacks or misspells a key, has
-        a value of a wrong type, contradicts itself, or was changed after it was written.
+        Raises PlanError if the text is truncated, has another version, lacks or misspells a key,
+        has a value of a wrong type, contradicts itself, or was changed after it was written.
         """
         given = cast(object, text_or_path)  # whatever a caller without types passed
         if not isinstance(given, str | Path):
             raise PlanError(
-                f"plan: it is of type {type(given).__name__}. Give JSON text, or the path of a file."
+                f"plan: it is of type {type(given).__name__}. Give JSON text or the path of a file."
             )
         if isinstance(given, str) and given.lstrip().startswith(("{", "[")):
             return _read_plan(given, "plan text")

@@ -9,7 +9,8 @@ __all__ = ["Verdict"]
 class Verdict:
     """One row's verdict: right, wrong, or untested (nothing could be run).
 
-    - `calls`, `strategies`: how many calls, and ways to shard them, were compared with the full call.
+    - `calls`, `strategies`: how many calls, and ways to shard them, were compared with the full
+      call.
     - `reason`: the first way in which a wrong row breaks its law, or why nothing could be run.
     """
 

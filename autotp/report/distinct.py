@@ -32,7 +32,7 @@ Tally = tuple[tuple[str, str, int, int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class PairRow:
-    """`count` equivalent pairs; `layouts` lists the short parameter names by layout, openers first."""
+    """`count` equivalent pairs; `layouts` has their short parameter names, openers first."""
 
     count: int
     first: Pair

@@ -14,7 +14,7 @@ _PLAIN = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 def make_table(
     title: str, columns: Sequence[str], right: Sequence[str] = (), *, first: bool = False
 ) -> Table:
-    """Make an empty table under `title`; columns in `right` are right-aligned, no cell is truncated.
+    """Make an empty table; columns of `right` are right-aligned, and no cell is truncated.
 
     - `first`: the table starts the report, so no empty line precedes it.
     """

@@ -64,7 +64,9 @@ def test_the_hash_does_not_tell_how_the_plan_was_found() -> None:
 def test_a_changed_file_is_noticed() -> None:
     text = PLAN.to_json().replace('"machine": "h100"', '"machine": "gloo"')
 
-    with pytest.raises(PlanError, match="stated hash is .*, the hash of the content .*: the file was changed"):
+    with pytest.raises(
+        PlanError, match="stated hash is .*, the hash of the content .*: the file was changed"
+    ):
         Plan.from_json(text)
 
 
