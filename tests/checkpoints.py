@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models, as Transformers writes them, and faults put into them."""
+"""Checkpoints of tiny models, as Transformers writes them, and planted faults."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -35,13 +35,13 @@ _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "max_position_embeddings": 64,
 }
-_WORDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
+_TOKENS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def model(kind: str) -> nn.Module:
     """A tiny model with random weights."""
     torch.manual_seed(0)
-    made: dict[str, Callable[[], nn.Module]] = {
+    builders: dict[str, Callable[[], nn.Module]] = {
         "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
         "tied": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=True)),
         "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_SIZES, num_local_experts=4)),
@@ -56,21 +56,21 @@ def model(kind: str) -> nn.Module:
         "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, pad_token_id=0)),
         "bert": lambda: BertModel(BertConfig(**_SIZES)),
         "gpt2": lambda: GPT2LMHeadModel(
-            GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=64, n_positions=64, **_WORDS)
+            GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=64, n_positions=64, **_TOKENS)
         ),
     }
-    return made[kind]().eval()
+    return builders[kind]().eval()
 
 
 def saved(kind: str, directory: Path, max_shard_size: str = "50GB") -> Any:
-    """The model of a kind as Transformers loads it from `directory`, where it is saved first."""
-    made: Any = model(kind)
-    made.save_pretrained(directory, max_shard_size=max_shard_size)
-    return type(made).from_pretrained(directory).eval()
+    """Save a model into `directory`, and load it as Transformers does."""
+    original: Any = model(kind)
+    original.save_pretrained(directory, max_shard_size=max_shard_size)
+    return type(original).from_pretrained(directory).eval()
 
 
 def edited(path: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Changes the tensors in a safetensors file."""
+    """Change the tensors in a safetensors file."""
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
@@ -84,7 +84,7 @@ def _single(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path
     return lambda directory: edited(directory / "model.safetensors", edit)
 
 
-def _cut_short(directory: Path) -> None:
+def _truncated(directory: Path) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -120,27 +120,30 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "shape": (
         _single(lambda t: t.update({_Q: torch.ones(16, 32)})),
-        rf"tensor {_Q} of .*: has shape \[16, 32\], and {_Q} has \[32, 32\]",
+        rf"tensor {_Q} of .*: has shape \[16, 32\], but {_Q} has \[32, 32\]",
     ),
     "dtype": (
         _single(lambda t: t.update({_Q: torch.ones(32, 32, dtype=torch.int64)})),
-        rf"tensor {_Q} of .*: is of torch.int64, and {_Q} is of torch.float32",
+        rf"tensor {_Q} of .*: has dtype torch.int64, but {_Q} has torch.float32",
     ),
     "eight bits": (
         _single(lambda t: t.update({_Q: t[_Q].to(torch.float8_e4m3fn)})),
-        rf"tensor {_Q} of .*: is of torch.float8_e4m3fn, 8 bits",
+        rf"tensor {_Q} of .*: has dtype torch.float8_e4m3fn, whose 8 bits need a scale",
     ),
     "nan": (
         # in the last row: only the last rank reads it
         _single(lambda t: t[_Q][-1].fill_(torch.nan)),
         rf"tensor {_Q} of .*: 32 of the 512 values in \[16:32, 0:32\] are NaN",
     ),
-    "cut short": (_cut_short, r"model\.safetensors: has \d+ bytes, but its header tells of \d+"),
-    "no header": (_no_header, r"model\.safetensors: is cut short: its header should have \d+"),
+    "truncated": (
+        _truncated,
+        r"model\.safetensors: has \d+ bytes, but \d+ according to its header",
+    ),
+    "no header": (_no_header, r"model\.safetensors: is truncated: its header should have \d+"),
     "absent file": (_absent_file, r"names the file model-00002-of-00002\.safetensors with 2 ten"),
     "no weights": (
         lambda d: (d / "model.safetensors").unlink(),
-        r"holds no weights: none of model\.safetensors, .* is there",
+        r"has no weights: none of model\.safetensors, .* exists",
     ),
     "packed": (
         _single(lambda t: t.update({f"{_Q[:-6]}qweight": t.pop(_Q).to(torch.int32)})),
@@ -148,6 +151,6 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "quantised": (
         _configured(quantization_config={"quant_method": "gptq", "bits": 4}),
-        r"is quantised \(gptq\).*Take the checkpoint before quantisation",
+        r"is quantised \(gptq\).*Use the checkpoint before quantisation",
     ),
 }

@@ -101,19 +101,19 @@ def test_factories_are_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (json.dumps({**TINY, "hidden_size": "big"}), "Transformers rejects it"),
     ],
 )
-def test_a_broken_configuration_is_told_where(tmp_path: Path, text: str, reason: str) -> None:
+def test_a_broken_configuration_is_named(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason) as caught:
         load_model(_directory(tmp_path, text))
 
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_directory_without_configuration_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="has no config.json"):
         load_model(tmp_path)
 
 
-def test_an_unknown_name_is_told_the_presets_and_the_closest() -> None:
+def test_an_unknown_name_is_refused_with_the_closest_preset() -> None:
     with pytest.raises(PlanError, match="Did you mean 'llama-3.1-8b'.*gpt2, llama-3.1-405b"):
         load_model("llama-3-8b")
 

@@ -56,7 +56,7 @@ def test_a_state_dtype_may_be_one_of_torch() -> None:
 
 
 @pytest.mark.parametrize("rank", [1.0, "a", True])
-def test_a_rank_is_a_whole_number(rank: Any) -> None:
+def test_a_rank_is_an_integer(rank: Any) -> None:
     assert f"rank={rank!r}" in refusal(
         lambda: autotp.parallelize(MLP(24, 48), 2, rank=rank, example_inputs=X)
     )
@@ -76,12 +76,12 @@ def test_what_cannot_be_verified(keywords: dict[str, Any], said: str) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt2", None])
-def test_what_is_no_module_has_no_parts(model: Any) -> None:
+def test_what_is_not_a_module_cannot_be_sharded(model: Any) -> None:
     assert "parallelize was given" in refusal(lambda: autotp.parallelize(model, 1))
     assert "verify was given" in refusal(lambda: autotp.verify(model, 2))
 
 
-def test_a_part_of_a_model_has_no_plan() -> None:
+def test_a_shard_of_a_model_has_no_plan() -> None:
     sharded = autotp.parallelize(MLP(24, 48), 1, example_inputs=X)
 
     assert "is sharded already" in refusal(lambda: autotp.plan(sharded, 2, example_inputs=X))

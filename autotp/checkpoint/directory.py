@@ -102,8 +102,8 @@ def _choose_file(directory: Path, named: str | None) -> Path:
     others = sorted(p.name for p in directory.iterdir() if p.suffix in (".safetensors", ".bin"))
     found = f", only {', '.join(others[:4])}" if others else ""
     raise WeightsError(
-        f"{directory}: has no weights: there is no {names}{found}. Put the files of the checkpoint "
-        "there, under one of these names or with an index."
+        f"{directory}: has no weights: none of {names} exists{found}. Put the files of the "
+        "checkpoint there, under one of these names or with an index."
     )
 
 

@@ -68,8 +68,9 @@ def _describe_unknown_ops(nodes: Sequence[fx.Node]) -> str:
     more = f"; without one too: {', '.join(others)}" if others else ""
     return (
         f"node {first.name} in {path}{source}: op {first.target} has no rule, and "
-        f"strict=True{more}. Add a row to rules/aten/ (rules/README.md), or leave strict off: "
-        "the op is then tried, and acts whole where no rule is found."
+        f"strict=True{more}. Pass a TOML file with a row for it as rules= "
+        "(docs/how-to/add-a-rule.md), or leave strict off: the op is then tried, and runs on "
+        "replicated operands if no rule is found."
     )
 
 

@@ -22,7 +22,7 @@ from autotp.checkpoint.recipe import Recipes
 from autotp.checkpoint.safetensors_format import DTYPES, encode_header, lay_out_tensors
 from autotp.checkpoint.stored_tensor import fill_tensor, make_full_box, measure_box
 from autotp.cli import main as cli
-from autotp.cli import shard_merge as offline
+from autotp.cli import shard_merge
 from autotp.errors import PlanError, WeightsError
 from tests.checkpoints import FAULTS, IDS, edited, model, saved
 
@@ -98,7 +98,7 @@ def makers(x: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         (both.reshape(-1, 2, 3, 4, 2, 2) * x["d"][:3, :2][:, None, :, None]).reshape(2, 12, 4),
         (both.to(torch.float64) - x["c"][0]).view(8, 12),  # dims that no group of dims makes
         both.view(3, 32).abs() * x["b"][0, 0],
-        both.flip(1),  # no rule: run whole
+        both.flip(1),  # no rule: run on full tensors
     ]
 
 
@@ -123,7 +123,7 @@ def test_a_box_of_what_is_made_needs_boxes_of_its_parts(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("how", ["writes", "takes a table"])
-def test_what_cannot_be_read_back_is_told(how: str) -> None:
+def test_what_cannot_be_read_back_is_reported(how: str) -> None:
     recipes = Recipes()
     leaf = recipes.leaf("a", (6, 4), torch.float32)
     outer = torch.empty(6, 4, device="meta")  # it has values, which the recipe does not know
@@ -161,9 +161,7 @@ def alone(directory: Path, **options: Any) -> Any:
     return autotp.from_pretrained(directory, 1, **options)
 
 
-def test_a_rank_reads_what_it_holds_and_no_more(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_reads_its_slices_and_no_more(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (llama / "model.safetensors").stat().st_size
     read = 0
     preadv = __import__("os").preadv
@@ -301,7 +299,7 @@ def test_a_buffer_of_zeros_has_values(dtype: torch.dtype) -> None:
 
 
 class Coded(nn.Module):
-    """Weights as whole numbers beside their scale, made as parameters that cannot be trained."""
+    """Weights as integers with their scale, as parameters that cannot be trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +311,7 @@ class Coded(nn.Module):
         return x @ (self.codes.to(x.dtype) * self.scale).t()
 
 
-def test_a_parameter_of_whole_numbers_stays_one() -> None:
+def test_a_parameter_of_integers_stays_one() -> None:
     torch.manual_seed(0)
     coded, x = Coded(), torch.rand(2, 3, 16)
     part = autotp.parallelize(coded, 2, rank=0, example_inputs={"x": x}, training=True)
@@ -323,11 +321,11 @@ def test_a_parameter_of_whole_numbers_stays_one() -> None:
     assert autotp.verify(coded, 2, example_inputs={"x": x}).ok
 
 
-# ── cut and joined offline ───────────────────────────────────────────────────────────────────────
+# ── shard and merge ──────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
-def test_cut_and_joined_it_is_the_same(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_sharded_and_merged_is_the_same(tmp_path: Path) -> None:
     source, parts, whole = (tmp_path / name for name in ("source", "parts", "whole"))
     saved("mixtral", source)
     (source / "tokenizer.json").write_text("{}")
@@ -346,18 +344,22 @@ def test_cut_and_joined_it_is_the_same(tmp_path: Path) -> None:
             torch.equal(p, mine.get_parameter(name)) for name, p in theirs.named_parameters()
         )
 
-    with pytest.raises(PlanError, match="was cut for tp 3, and tp is 2. Join it first: autotp mer"):
+    with pytest.raises(
+        PlanError, match="was written for tp 3, but tp is 2. Merge it first, with autotp mer"
+    ):
         autotp.from_pretrained(parts, 2, rank=0)
-    with pytest.raises(PlanError, match="was cut by the plan in it, and overrides= asks for anoth"):
+    with pytest.raises(
+        PlanError, match="was sharded by the plan in it, but overrides= requests anot"
+    ):
         autotp.from_pretrained(parts, 3, rank=0, overrides={"*": "replicated"})
 
 
 class Killed(BaseException):
-    """What a test ends a conversion with."""
+    """Ends a conversion."""
 
 
 def killed_after(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
-    """Runs a conversion that ends before a tensor is written."""
+    """Run a conversion that ends after `count` tensors."""
     write, written = SafetensorsWriter.write, 0  # the method, and how often it was called
 
     def once(self: SafetensorsWriter, tensor: torch.Tensor) -> None:
@@ -374,13 +376,13 @@ def killed_after(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], 
 
 
 @pytest.mark.slow
-def test_a_conversion_goes_on_where_it_was_stopped(
+def test_a_conversion_resumes_where_it_was_interrupted(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight, parts, whole = (tmp_path / name for name in ("straight", "parts", "whole"))
-    offline.shard_checkpoint(llama, straight, 2)
+    shard_merge.shard_checkpoint(llama, straight, 2)
     killed_after(
-        30, monkeypatch, lambda: offline.shard_checkpoint(llama, parts, 2)
+        30, monkeypatch, lambda: shard_merge.shard_checkpoint(llama, parts, 2)
     )  # in the second file
     begun = next(parts.glob("rank*.part"))
     with begun.open("ab") as file:
@@ -389,26 +391,26 @@ def test_a_conversion_goes_on_where_it_was_stopped(
 
     assert not (parts / "shards.json").exists()
 
-    offline.shard_checkpoint(llama, parts, 2)
+    shard_merge.shard_checkpoint(llama, parts, 2)
 
     assert done == (parts / "rank-00000-of-00002.safetensors").stat().st_mtime_ns
     assert {p.name: p.read_bytes() for p in straight.iterdir()} == {
         p.name: p.read_bytes() for p in parts.iterdir()
     }
 
-    killed_after(5, monkeypatch, lambda: offline.merge_checkpoint(parts, whole))
-    offline.merge_checkpoint(parts, whole)
+    killed_after(5, monkeypatch, lambda: shard_merge.merge_checkpoint(parts, whole))
+    shard_merge.merge_checkpoint(parts, whole)
 
     assert (llama / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
-    # a file that was changed is made again; another conversion is not written over
+    # a file that was changed is written again; another conversion is not overwritten
     (parts / "rank-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(WeightsError, match="has 0 bytes, and .* were written"):
+    with pytest.raises(WeightsError, match="has 0 bytes, but .* bytes were written"):
         autotp.from_pretrained(parts, 2, rank=1)
-    offline.shard_checkpoint(llama, parts, 2)
+    shard_merge.shard_checkpoint(llama, parts, 2)
     autotp.from_pretrained(parts, 2, rank=1)
     with pytest.raises(PlanError, match="for tp 2 of another conversion"):
-        offline.shard_checkpoint(llama, parts, 4)
+        shard_merge.shard_checkpoint(llama, parts, 4)
 
 
 def test_a_header_is_padded_as_the_library_does() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, of an older format, or beside something else: read, or told why."""
+"""Checkpoints that are damaged, old, or next to other files: read, or refused with the reason."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import autotp
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.empty_model import fill_buffers
-from autotp.cli import shard_merge as offline
+from autotp.cli import shard_merge
 from autotp.errors import AutotpError, PlanError, WeightsError
 from tests.checkpoints import IDS, saved
 
@@ -89,7 +89,7 @@ def test_a_pickled_file_of_the_old_format_is_read(tmp_path: Path) -> None:
     assert torch.equal(whole(input_ids=IDS).logits, found(input_ids=IDS).logits)
 
 
-def test_a_pickled_file_that_is_not_plain_weights_is_told(tmp_path: Path) -> None:
+def test_a_pickled_file_that_is_not_plain_weights_is_refused(tmp_path: Path) -> None:
     whole = saved("llama", tmp_path)
     state = whole.state_dict()
     pickled(tmp_path, whole)
@@ -119,7 +119,7 @@ def configured(directory: Path, **fields: object) -> None:
         ({"model_type": "odd"}, r"model_type 'odd' is none of the [1-9]\d+"),
     ],
 )
-def test_a_configuration_that_no_model_has_is_told(
+def test_a_configuration_of_no_model_is_refused(
     fields: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     saved("llama", tmp_path)
@@ -140,7 +140,7 @@ def test_a_configuration_that_no_model_has_is_told(
         ({"attn_implementation": "odd"}, "cannot be built .* with attn_implementation='odd'"),
     ],
 )
-def test_what_transformers_would_take_is_told_what_takes_its_place(
+def test_an_option_of_transformers_is_refused_with_its_replacement(
     options: Any, said: str, tmp_path: Path
 ) -> None:
     saved("llama", tmp_path)
@@ -148,7 +148,7 @@ def test_what_transformers_would_take_is_told_what_takes_its_place(
         autotp.from_pretrained(tmp_path, 1, **options)
 
 
-def test_a_broken_generation_config_is_told(tmp_path: Path) -> None:
+def test_a_broken_generation_config_is_refused(tmp_path: Path) -> None:
     saved("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(PlanError, match=r"generation_config\.json: Transformers rejects it"):
@@ -180,12 +180,12 @@ def test_a_mask_without_values_is_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that was cut for three ranks."""
-    directory = tmp_path_factory.mktemp("cut")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that was sharded for three ranks."""
+    directory = tmp_path_factory.mktemp("sharded")
     saved("llama", directory / "source")
-    offline.shard_checkpoint(directory / "source", directory / "cut", 3)
-    return directory / "cut"
+    shard_merge.shard_checkpoint(directory / "source", directory / "sharded", 3)
+    return directory / "sharded"
 
 
 def _flipped(directory: Path) -> None:
@@ -230,39 +230,39 @@ def _noted(**fields: object) -> Callable[[Path], object]:
         (_noted(files={}), r"rank-00000-of-00003\.safetensors is not in it"),
     ],
 )
-def test_what_was_cut_is_joined_as_it_was_or_not_at_all(
-    edit: Callable[[Path], object], said: str, cut: Path, tmp_path: Path
+def test_shards_are_merged_as_they_were_written_or_not_at_all(
+    edit: Callable[[Path], object], said: str, sharded: Path, tmp_path: Path
 ) -> None:
-    """A changed configuration would leave layers out, and nobody would be told."""
-    shutil.copytree(cut, tmp_path / "cut")
-    edit(tmp_path / "cut")
+    """With a changed configuration, layers would be left out silently."""
+    shutil.copytree(sharded, tmp_path / "sharded")
+    edit(tmp_path / "sharded")
     with pytest.raises(AutotpError, match=said):
-        offline.merge_checkpoint(tmp_path / "cut", tmp_path / "joined")
-    assert not (tmp_path / "joined" / "model.safetensors").exists()
+        shard_merge.merge_checkpoint(tmp_path / "sharded", tmp_path / "merged")
+    assert not (tmp_path / "merged" / "model.safetensors").exists()
 
 
-def test_a_note_of_progress_that_is_damaged_is_to_be_removed(cut: Path, tmp_path: Path) -> None:
+def test_a_note_of_progress_that_is_damaged_is_to_be_removed(sharded: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()
     note = begun / "shards.json.part"
     note.write_text('{"job": ')
     with pytest.raises(WeightsError, match="Remove this file, then run the command again"):
-        offline.shard_checkpoint(cut.parent / "source", begun, 3)
+        shard_merge.shard_checkpoint(sharded.parent / "source", begun, 3)
     note.unlink()
-    offline.shard_checkpoint(cut.parent / "source", begun, 3)
+    shard_merge.shard_checkpoint(sharded.parent / "source", begun, 3)
 
     assert (begun / "shards.json").is_file()
 
 
 @pytest.mark.slow
-def test_a_cut_is_of_one_dtype_and_in_a_directory_of_its_own(cut: Path, tmp_path: Path) -> None:
+def test_shards_are_of_one_dtype_and_in_another_directory(sharded: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="was sharded in float32, but dtype is 'bfloat16'"):
-        autotp.from_pretrained(cut, 3, rank=0, dtype="bfloat16")
+        autotp.from_pretrained(sharded, 3, rank=0, dtype="bfloat16")
     pickled_at = tmp_path / "pickled"
     pickled_at.mkdir()
-    shutil.copytree(cut.parent / "source", pickled_at, dirs_exist_ok=True)
+    shutil.copytree(sharded.parent / "source", pickled_at, dirs_exist_ok=True)
     pickled(pickled_at, load_file(pickled_at / "model.safetensors"))
     before = sorted(pickled_at.iterdir())
-    with pytest.raises(PlanError, match="is the directory that is read"):
-        offline.shard_checkpoint(pickled_at, pickled_at, 2)
+    with pytest.raises(PlanError, match="is also the directory to read from"):
+        shard_merge.shard_checkpoint(pickled_at, pickled_at, 2)
     assert before == sorted(pickled_at.iterdir())

@@ -37,7 +37,7 @@ EXPERTS = [
 
 
 def read(directory: Path, **options: Any) -> dict[str, torch.Tensor]:
-    """What is read for each key of the model in `directory`, whole."""
+    """The full tensor that is read for each key of the model in `directory`."""
     checkpoint, _ = open_checkpoint(directory)
     with checkpoint:
         made = build_empty_model(directory)
@@ -95,7 +95,7 @@ def test_a_model_with_a_head_is_read_from_its_base(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_head_of_another_task_is_told(tmp_path: Path) -> None:
+def test_a_head_of_another_task_is_refused(tmp_path: Path) -> None:
     base: Any = BertModel(model("bert").config)
     BertForSequenceClassification(base.config).save_pretrained(tmp_path)
     configured(tmp_path, architectures=["BertModel"])
@@ -159,13 +159,13 @@ class OwnModel(PreTrainedModel):
     config_class = OwnConfig
     def __init__(self, config):
         super().__init__(config)
-        self.words = torch.nn.Embedding(64, config.width)
+        self.embedding = torch.nn.Embedding(64, config.width)
         self.up = torch.nn.Linear(config.width, 128)
         self.down = torch.nn.Linear(128, config.width)
         self.post_init()
 
     def forward(self, input_ids):
-        return self.down(torch.relu(self.up(self.words(input_ids))))
+        return self.down(torch.relu(self.up(self.embedding(input_ids))))
 """
 
 
@@ -182,12 +182,12 @@ def test_a_class_of_the_directorys_own_is_read_when_trusted(
     fields = {"model_type": "own", "architectures": ["OwnModel"], "auto_map": entries, "width": 24}
     (directory / "config.json").write_text(json.dumps(fields))
     torch.manual_seed(0)
-    sizes = {"words.weight": (64, 24), "up.weight": (128, 24), "up.bias": (128,)}
+    sizes = {"embedding.weight": (64, 24), "up.weight": (128, 24), "up.bias": (128,)}
     sizes |= {"down.weight": (24, 128), "down.bias": (24,)}
     tensors = {name: torch.randn(*size) for name, size in sizes.items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     found: Any = autotp.from_pretrained(directory, 1, trust_remote_code=True)
-    hidden = tensors["words.weight"][IDS] @ tensors["up.weight"].T + tensors["up.bias"]
+    hidden = tensors["embedding.weight"][IDS] @ tensors["up.weight"].T + tensors["up.bias"]
     expected = hidden.relu() @ tensors["down.weight"].T + tensors["down.bias"]
 
     torch.testing.assert_close(expected, found(input_ids=IDS))

@@ -17,7 +17,7 @@ from autotp.algebra.split import Split
 from autotp.checkpoint.empty_model import build_empty_model
 from autotp.checkpoint.quantized import find_quantiser
 from autotp.checkpoint.read_shards import read_shard
-from autotp.cli import shard_merge as offline
+from autotp.cli import shard_merge
 from autotp.errors import WeightsError
 from autotp.loading import open_checkpoint, prepare_tensors
 from tests.checkpoints import model, saved
@@ -61,7 +61,7 @@ def in_layers(name: str) -> bool:
 
 
 def read(directory: Path) -> dict[str, Tensor]:
-    """What is read for each key of the model in `directory`, whole and plain."""
+    """The full, dequantised tensor that is read for each key of the model in `directory`."""
     checkpoint, quantiser = open_checkpoint(directory, dequantize=True)
     with checkpoint:
         found: dict[str, Tensor] = {}
@@ -78,7 +78,7 @@ def read(directory: Path) -> dict[str, Tensor]:
     [
         ("llama", (8, 8)),  # blocks, as most are published
         ("llama", None),  # one scale a tensor
-        ("phi3", (1, 32)),  # one scale a row, beside a fused QKV and a fused MLP
+        ("phi3", (1, 32)),  # one scale per row, with a fused QKV and a fused MLP
         ("mixtral", (8, 16)),  # experts one by one, each with scales of its own
     ],
 )
@@ -94,7 +94,7 @@ def test_codes_become_what_they_stand_for(kind: str, block: Block, tmp_path: Pat
 
 @pytest.mark.slow
 def test_codes_and_scales_are_cut_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank holds its slices of the plain weights, and reads its own codes alone."""
+    """Each rank has its slices of the dequantised weights, and reads only its own codes."""
     saved("phi3", codes := tmp_path / "codes")
     quantised(codes, tmp_path / "plain", (1, 32), in_layers)
     plain = load_file(tmp_path / "plain" / "model.safetensors")
@@ -120,7 +120,7 @@ def test_codes_and_scales_are_cut_together(tmp_path: Path, monkeypatch: pytest.M
     assert read < 1.1 * (codes / "model.safetensors").stat().st_size
 
 
-def test_codes_of_four_bits_are_made_plain_whole(tmp_path: Path) -> None:
+def test_codes_of_four_bits_are_dequantised_in_full(tmp_path: Path) -> None:
     """Their converter fills a table, so it is run as it is, one parameter at a time."""
     whole: Any = build("gpt_oss", "causal-lm")[0]
     whole.save_pretrained(tmp_path)
@@ -161,8 +161,8 @@ def test_cut_offline_it_is_plain(tmp_path: Path) -> None:
     codes, plain, parts, whole = (tmp_path / n for n in ("codes", "plain", "parts", "whole"))
     saved("mixtral", codes)
     quantised(codes, plain, (8, 16), in_layers)
-    offline.shard_checkpoint(codes, parts, 2, dequantize=True)
-    offline.merge_checkpoint(parts, whole)
+    shard_merge.shard_checkpoint(codes, parts, 2, dequantize=True)
+    shard_merge.merge_checkpoint(parts, whole)
     expected, found = (load_file(d / "model.safetensors") for d in (plain, whole))
 
     assert expected.keys() == found.keys()
@@ -190,15 +190,15 @@ def test_a_model_of_several_is_quantised_in_one_of_its_parts(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("config", "said"),
     [
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, r"\(bitsandbytes\)"),
         ({"quant_method": "gptq", "bits": 4}, r"\(gptq\)"),
         ({"quant_method": "nobodys"}, r"rejects it: ValueError: Unknown quantization type"),
     ],
 )
-def test_what_cannot_be_made_plain_is_refused(told: dict[str, Any], said: str) -> None:
-    fields = {"model_type": "llama", "quantization_config": told}
+def test_what_cannot_be_dequantised_is_refused(config: dict[str, Any], said: str) -> None:
+    fields = {"model_type": "llama", "quantization_config": config}
     with pytest.raises(
         WeightsError, match="none of its layers can run tensor-parallel. Pass dequantize=True"
     ):

@@ -127,7 +127,7 @@ def test_plan_passes_on_what_was_asked(calls: Calls, directory: str) -> None:
     assert inputs["input_ids"].is_meta
 
 
-def test_plan_writes_json_beside_the_report(calls: Calls, directory: str, tmp_path: Path) -> None:
+def test_plan_writes_json_besides_the_report(calls: Calls, directory: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     cli.main(["plan", directory, "--tp", "2", "--json", str(path)])
 
@@ -373,7 +373,7 @@ def test_processes_are_started_with_the_present_name_of_an_option(
     assert 1 == capsys.readouterr().err.count("warning")
 
 
-def test_more_new_words_than_positions_are_refused_with_the_most(
+def test_more_new_tokens_than_positions_are_refused_with_the_most(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert 2 == cli.main(["plan", "gpt2", "--tp", "2", "--new-tokens", "5000"])

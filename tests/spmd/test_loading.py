@@ -1,4 +1,4 @@
-"""Loading and saving by real processes: each rank its slices, the whole written together."""
+"""Loading and saving by real processes: each rank reads its slices, and all write one model."""
 
 import resource
 import signal
@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import autotp
 from autotp.checkpoint.atomic_write import open_draft
-from autotp.cli import shard_merge as offline
+from autotp.cli.shard_merge import shard_checkpoint
 from autotp.errors import AutotpError
 from tests.checkpoints import FAULTS, IDS, saved
 from tests.spmd.pool import Pool
@@ -28,7 +28,7 @@ def outputs(found: Any) -> torch.Tensor:
 
 
 def loaded(rank: int, world: int, directory: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a loaded model returns, and its buffers."""
+    """The outputs of a loaded model, and its buffers."""
     model = autotp.from_pretrained(directory, world)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return outputs(model(input_ids=IDS)), buffers
@@ -43,7 +43,7 @@ def loaded(rank: int, world: int, directory: str) -> tuple[torch.Tensor, dict[st
         ("gpt2", 2, "50GB"),
     ],
 )
-def test_a_loaded_model_is_the_whole_one(
+def test_a_loaded_model_equals_the_unsharded_one(
     kind: str, world: int, size: str, pool: Pools, tmp_path: Path
 ) -> None:
     whole = saved(kind, tmp_path, size)
@@ -58,7 +58,7 @@ def test_a_loaded_model_is_the_whole_one(
 
 
 def saved_again(rank: int, world: int, directory: str, target: str, size: str) -> dict[str, Any]:
-    """Loads, saves, and gathers; what each rank has of the whole state."""
+    """The full state on each rank, after loading and saving."""
     model = autotp.from_pretrained(directory, world)
     model.save_pretrained(target, max_shard_size=size)
     return {"rank 0": model.full_state_dict(rank0_only=True), "all": model.full_state_dict()}
@@ -118,7 +118,7 @@ def test_a_fault_is_one_error_on_all_ranks(fault: str, pool: Pools, tmp_path: Pa
 
 
 def full_disk(rank: int, world: int, directory: str, target: str, limit: int) -> str:
-    """The error of a rank that saves where rank 0 may write only so many bytes a file."""
+    """The error of a rank that saves where rank 0 may write at most `limit` bytes per file."""
     model = autotp.from_pretrained(directory, world)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -140,7 +140,7 @@ def test_a_full_disk_leaves_what_was_there(pool: Pools, tmp_path: Path) -> None:
     found = pool(2).run(full_disk, str(source), str(target), 40_000, timeout=60)
 
     assert found[0] == found[1]
-    assert "model.safetensors: cannot be written of tensor model.layers" in found[0]
+    assert "model.safetensors: cannot be written at tensor model.layers" in found[0]
     assert not target.exists()
 
     saved("tied", target)
@@ -156,11 +156,13 @@ def mixed(rank: int, world: int, directories: list[str]) -> str:
     return refused(rank, world, directories[rank])
 
 
-def test_ranks_with_a_cut_and_a_whole_checkpoint_are_told(pool: Pools, tmp_path: Path) -> None:
-    """They would go different ways, and wait for each other."""
-    saved("llama", tmp_path / "whole")
-    offline.shard_checkpoint(tmp_path / "whole", tmp_path / "cut", 2)
-    directories = [str(tmp_path / "whole"), str(tmp_path / "cut")]
+def test_ranks_with_a_sharded_and_a_plain_checkpoint_are_refused(
+    pool: Pools, tmp_path: Path
+) -> None:
+    """They would take different paths, and wait for each other."""
+    saved("llama", tmp_path / "plain")
+    shard_checkpoint(tmp_path / "plain", tmp_path / "sharded", 2)
+    directories = [str(tmp_path / "plain"), str(tmp_path / "sharded")]
     first, second = pool(2).run(mixed, directories, timeout=60)
 
     assert first == second
@@ -168,7 +170,7 @@ def test_ranks_with_a_cut_and_a_whole_checkpoint_are_told(pool: Pools, tmp_path:
 
 
 def unsavable(rank: int, world: int, directory: str, targets: list[str]) -> list[str]:
-    """The errors of a rank that saves where nothing can be made."""
+    """The errors of a rank that saves where nothing can be written."""
     model = autotp.from_pretrained(directory, world)
     found: list[str] = []
     for target in targets:
@@ -182,7 +184,7 @@ def unsavable(rank: int, world: int, directory: str, targets: list[str]) -> list
 def test_a_directory_that_cannot_be_made_is_one_error_on_all_ranks(
     pool: Pools, tmp_path: Path
 ) -> None:
-    """Rank 0 alone makes it: the others must not wait for a file of it."""
+    """Only rank 0 makes it: the others must not wait for its files."""
     saved("llama", tmp_path / "source")
     (tmp_path / "file").touch()
     taken = tmp_path / "taken"

@@ -1,4 +1,4 @@
-"""What loading costs a rank: its shards, and little beside; the benchmark, at a small size."""
+"""Loading takes the memory of a rank's shards and little more; the benchmark at a small size."""
 
 from pathlib import Path
 from typing import Any
