@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from autotp.capture.cache import flatten_caches, widen_caches
 from autotp.capture.capture import capture
-from autotp.capture.clean import retarget
+from autotp.capture.clean import retarget_graph
 from autotp.capture.generation_calls import GenerationCalls
 from autotp.capture.heap import release_memory
 from autotp.capture.inputs import choose_inputs, make_example_inputs
@@ -105,7 +105,7 @@ class CompiledVariant:
         key = (device, graph_of)
         if key not in self._layered:
             graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
-            retarget(graph, device)
+            retarget_graph(graph, device)
             kept = MetaPool()
             masked, *others = unmasked(graph, self.program.inputs, self.program.lifted)
             shorter = [

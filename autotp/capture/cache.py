@@ -157,7 +157,7 @@ def flatten_cache(cache: object) -> CacheState:
     Raises CaptureError for what a graph cannot hold: streams, functions, cycles.
     """
     leaves: list[torch.Tensor] = []
-    return CacheState(_Walk(type(cache).__name__, leaves).of(cache, (), type(None), ""), leaves)
+    return CacheState(_Flattener(type(cache).__name__, leaves).of(cache, (), type(None), ""), leaves)
 
 
 def rebuild_cache(state: CacheState) -> Any:
@@ -172,12 +172,12 @@ def restore_cache(cache: object, state: CacheState) -> None:
 
 def flatten_caches(tree: Any) -> Any:
     """`tree` with every cache in it flat."""
-    return pytree.tree_map(_flat, tree)
+    return pytree.tree_map(_flatten_value, tree)
 
 
 def rebuild_caches(tree: Any) -> Any:
     """`tree` with every flat cache in it rebuilt."""
-    return pytree.tree_map(_find_full_shape, tree, is_leaf=_is_flat)
+    return pytree.tree_map(_rebuild_value, tree, is_leaf=_is_flat)
 
 
 def restore_caches(output: Any, given: Mapping[str, Any]) -> Any:
@@ -190,7 +190,7 @@ def restore_caches(output: Any, given: Mapping[str, Any]) -> Any:
 
     def whole(x: Any) -> Any:
         if not _is_flat(x) or id(x) not in known:  # a compiler guards on whose id is asked
-            return _find_full_shape(x)
+            return _rebuild_value(x)
         restore_cache(known[id(x)], x)
         return known[id(x)]
 
@@ -224,16 +224,16 @@ def _is_flat(value: object) -> bool:
     return isinstance(value, CacheState)
 
 
-def _flat(value: Any) -> Any:
+def _flatten_value(value: Any) -> Any:
     return flatten_cache(value) if is_cache(value) else value
 
 
-def _find_full_shape(value: Any) -> Any:
+def _rebuild_value(value: Any) -> Any:
     return rebuild_cache(value) if isinstance(value, CacheState) else value
 
 
 @dataclass(slots=True)
-class _Walk:
+class _Flattener:
     """One cache being taken apart."""
 
     name: str
@@ -314,15 +314,15 @@ def _fill_object(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:
 
 def make_mark(spec: CacheSpec) -> str:
     """The class with a mark of all else, by a way that a compiler can follow."""
-    return _fresh_mark(spec) if torch.compiler.is_compiling() else _kept_mark(spec)
+    return _compute_mark(spec) if torch.compiler.is_compiling() else _cached_mark(spec)
 
 
-def _fresh_mark(spec: CacheSpec) -> str:
+def _compute_mark(spec: CacheSpec) -> str:
     name = spec.what.__name__ if isinstance(spec.what, type) else spec.kind
     return f"{name}#{_digest_spec(_describe_spec(spec))}"
 
 
-_kept_mark = lru_cache(maxsize=256)(_fresh_mark)
+_cached_mark = lru_cache(maxsize=256)(_compute_mark)
 
 
 @torch.compiler.assume_constant_result

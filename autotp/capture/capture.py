@@ -21,35 +21,35 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState, flatten_caches, list_caches, rebuild_caches
-from autotp.capture.clean import clean, retarget
-from autotp.capture.exported_graph import decompose, flatten_program, list_mutated
-from autotp.capture.failure import explain_failure, shorten, silence_torch
-from autotp.capture.functionalize import functionalise, maps_rows
+from autotp.capture.clean import clean_graph, retarget_graph
+from autotp.capture.exported_graph import decompose_program, flatten_program, find_mutated
+from autotp.capture.failure import explain_failure, shorten_error, silence_torch
+from autotp.capture.functionalize import functionalise_graph, has_vmap
 from autotp.capture.inputs import (
     Axes,
     find_data_axes,
     find_longest_input,
-    list_accepted,
+    order_inputs,
     make_example_inputs,
     resize_for_trace,
 )
-from autotp.capture.program import Carried, Guard, Program, broken, name_leaves
-from autotp.capture.repairs.attributes import restored, stateless
-from autotp.capture.repairs.branches import Branch, branches, semantic_guards
+from autotp.capture.program import Carried, Guard, Program, find_first_broken, name_leaves
+from autotp.capture.repairs.attributes import restore_attributes, refuse_kept_state
+from autotp.capture.repairs.branches import Branch, record_branches, build_semantic_guards
 from autotp.capture.repairs.cached_forward import (
-    cache_outputs,
-    learn,
-    own_states,
+    list_cache_outputs,
+    learn_cache_dims,
+    copy_fixed_states,
     tie_lengths,
-    unbranched,
+    remove_length_branches,
 )
-from autotp.capture.repairs.functions import CapturedAgain, own_backwards_kept, sparse_refused
-from autotp.capture.repairs.hooks import backward_hooks_refused, baked_hooks
-from autotp.capture.repairs.opaque import Applied
-from autotp.capture.repairs.values import Known, asks_values, growing, value_guards
+from autotp.capture.repairs.functions import ExportAgain, keep_own_backwards, refuse_sparse_gradients
+from autotp.capture.repairs.hooks import refuse_backward_hooks, record_baked_hooks
+from autotp.capture.repairs.opaque import AppliedFunction
+from autotp.capture.repairs.values import KnownValues, needs_values, propose_known, build_value_guards
 from autotp.errors import CaptureError
 
-__all__ = ["capture", "make_example_inputs", "retarget"]
+__all__ = ["capture", "make_example_inputs", "retarget_graph"]
 
 FREEDOMS = (
     frozenset({"batch", "sequence", "decoder", "past", "kept"}),
@@ -74,18 +74,18 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
       free are batch and sequence sizes (see `Program.dynamic`), within `Program.guards`.
     - `gradients`: they are wanted, so a forward that gives no right ones is refused.
     - Works for models on any device, meta included; constants and factory calls carry that device
-      until `retarget`.
+      until `retarget_graph`.
     - The model is left as it was.
     """
     if gradients:
-        backward_hooks_refused(model)
-    given = list_accepted(model, inputs)
+        refuse_backward_hooks(model)
+    given = order_inputs(model, inputs)
     axes = find_data_axes(model, given)
     call = _Call(model, given, gradients)
-    export = _exported(call, axes)
-    graph, lifted = _graph(model, export.program, tuple(axes))
+    export = _export_freest(call, axes)
+    graph, lifted = _build_graph(model, export.program, tuple(axes))
     if gradients:
-        sparse_refused(type(model).__name__, graph)
+        refuse_sparse_gradients(type(model).__name__, graph)
     fixed = {n: {} if n in export.known else of for n, of in axes.items()}
     out_spec = export.program.call_spec.out_spec
     assert out_spec is not None
@@ -95,23 +95,23 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
         constants={n: v for n, v in name_leaves(given).items() if n not in axes},
         out_spec=out_spec,
         lifted=lifted,
-        tied=_aliases(model.named_parameters(remove_duplicate=False)),
+        tied=_find_aliases(model.named_parameters(remove_duplicate=False)),
         data_dims={n: tuple(a) for n, a in axes.items()},
-        guards=(*_fixed(given, fixed, export.free), *export.guards),
+        guards=(*_list_fixed_guards(given, fixed, export.free), *export.guards),
         dynamic=not export.reason or "sequence" in export.free,
         reason=export.reason,
         training=model.training,
         baked=export.baked,
-        carried=_carried(given, out_spec),
+        carried=_find_carried(given, out_spec),
     )
 
 
-def _carried(given: Mapping[str, Any], out_spec: pytree.TreeSpec) -> dict[int, Carried]:
+def _find_carried(given: Mapping[str, Any], out_spec: pytree.TreeSpec) -> dict[int, Carried]:
     """The outputs that are tensors of a cache, each with the input that it takes the place of."""
     leaves = list(name_leaves(given))
     numbered = pytree.tree_unflatten(leaves, pytree.tree_structure(dict(given)))
     before = [dict(zip(s.spec.paths(), s.leaves, strict=True)) for s in list_caches(numbered)]
-    after = cache_outputs(out_spec)
+    after = list_cache_outputs(out_spec)
     before += [{}] * (len(after) - len(before))
     return {
         number: Carried(f"{k}.{path}" if k else path, names.get(path, ""))
@@ -147,7 +147,7 @@ class _Call:
     model: nn.Module
     given: Mapping[str, Any]
     gradients: bool
-    functions: dict[Applied, int] = field(default_factory=dict)
+    functions: dict[AppliedFunction, int] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
     def traced(self) -> list[str]:
@@ -159,18 +159,18 @@ class _Call:
     def watched(self) -> Generator[tuple[list[Branch], set[int]]]:
         """What an export needs around it; by what the model's code branches, what its hooks do."""
         name = type(self.model).__name__
-        kept = own_backwards_kept(name, self.functions, gradients=self.gradients)
+        kept = keep_own_backwards(name, self.functions, gradients=self.gradients)
         with (
-            restored(self.model),
+            restore_attributes(self.model),
             self.by_keyword(),
             silence_torch(),
             # with symbolic sizes, its keys cost more than what it saves
             config.patch(fake_tensor_cache_enabled=False),
             torch.set_grad_enabled(self.gradients),  # only then: torch keeps its tensors for good
             kept,
-            unbranched() if self.keeps_state() else nullcontext(),
-            branches() as found,
-            baked_hooks(self.model) as baked,
+            remove_length_branches() if self.keeps_state() else nullcontext(),
+            record_branches() as found,
+            record_baked_hooks(self.model) as baked,
         ):
             yield found, baked
 
@@ -193,12 +193,12 @@ class _Call:
                 tie_lengths(state)
             given = {n: tensors.get(n, v) for n, v in self.given.items()}
             inputs = {
-                n: rebuild_caches(own_states(v) if isinstance(v, CacheState) else v)
+                n: rebuild_caches(copy_fixed_states(v) if isinstance(v, CacheState) else v)
                 for n, v in given.items()
             } | known
-            with Known(list(known.values())) if known else nullcontext():
+            with KnownValues(list(known.values())) if known else nullcontext():
                 first = [inputs.pop(n) for n in positional if n in inputs]
-                with stateless(self.model) if self.keeps_state() else nullcontext():
+                with refuse_kept_state(self.model) if self.keeps_state() else nullcontext():
                     return flatten_caches(forward(*first, **inputs))
 
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -212,50 +212,50 @@ class _Call:
                 self.model.forward = own
 
 
-def _exported(call: _Call, axes: Mapping[str, Axes]) -> _Export:
+def _export_freest(call: _Call, axes: Mapping[str, Axes]) -> _Export:
     """The export with most sizes free; with inputs known where the forward asks for values."""
     failures: list[Exception] = []
-    for known in (frozenset[str](), *growing({n: call.given[n] for n in _secondary(call)})):
+    for known in (frozenset[str](), *propose_known({n: call.given[n] for n in _list_secondary(call)})):
         free_axes = {n: {} if n in known else of for n, of in axes.items()}
         tried: list[Exception] = []
-        export = _freest(replace(call, known=known), free_axes, tried)
+        export = _try_freedoms(replace(call, known=known), free_axes, tried)
         failures = failures or tried
         if export is not None:
-            return replace(export, reason=shorten(failures[0])) if failures else export
-        if not asks_values(tried[-1]):
+            return replace(export, reason=shorten_error(failures[0])) if failures else export
+        if not needs_values(tried[-1]):
             break
     raise CaptureError(explain_failure(call.model, failures[-1])) from failures[-1]
 
 
-def _secondary(call: _Call) -> list[str]:
+def _list_secondary(call: _Call) -> list[str]:
     """The inputs that say how to read the main one; its own words are data."""
     names = call.traced()
     main = getattr(call.model, "main_input_name", names[0] if names else "")
     return [n for n in names if n not in (main, "labels", "decoder_input_ids")]
 
 
-def _freest(call: _Call, axes: Mapping[str, Axes], failures: list[Exception]) -> _Export | None:
+def _try_freedoms(call: _Call, axes: Mapping[str, Axes], failures: list[Exception]) -> _Export | None:
     kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
-    barred = _one_word(call, axes)
+    barred = _find_single_token_kinds(call, axes)
     for free in dict.fromkeys(freedom & kinds for freedom in FREEDOMS):
         if free & barred:
             continue
         try:
-            export = _export(call, axes, free)
+            export = _export_once(call, axes, free)
         except CaptureError:
             raise
         except Exception as error:  # noqa: BLE001 torch.export raises any type; the last one is raised
             failures.append(error)
             continue
-        guard = broken(export.guards, call.given)
+        guard = find_first_broken(export.guards, call.given)
         if guard is None:
             return export
         failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
-        barred |= _at_fault(guard, call.given, axes)
+        barred |= _find_kind_at_fault(guard, call.given, axes)
     return None
 
 
-def _one_word(call: _Call, axes: Mapping[str, Axes]) -> frozenset[str]:
+def _find_single_token_kinds(call: _Call, axes: Mapping[str, Axes]) -> frozenset[str]:
     """The kinds of axes of one word after a cache: such calls have a graph of their own.
 
     A free graph takes no size of 1, where torch.export looks at it, so it would be tried in vain.
@@ -266,29 +266,29 @@ def _one_word(call: _Call, axes: Mapping[str, Axes]) -> frozenset[str]:
     return frozenset(kind for kind, size in every if size == 1 and kind in ("sequence", "decoder"))
 
 
-def _at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) -> frozenset[str]:
+def _find_kind_at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) -> frozenset[str]:
     """The kind of axis that a broken guard speaks of; empty where it speaks of several."""
-    spelled = {_spelled(given, name): of for name, of in axes.items()}
+    spelled = {_spell_leaf(given, name): of for name, of in axes.items()}
     named = re.findall(r"(L(?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", guard.expression)
     kinds = {spelled[where][int(dim)][0] for where, dim in named if int(dim) in spelled[where]}
     return frozenset(kinds) if len(kinds) == 1 else frozenset()
 
 
-def _export(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Export:
+def _export_once(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Export:
     sized = resize_for_trace(call.given, axes, free, find_longest_input(call.model))
     traced = {n: sized[n] for n in call.traced()}
-    shapes = {n: _shapes(n, v, axes, free) for n, v in traced.items()} if free else None
+    shapes = {n: _build_dynamic_shapes(n, v, axes, free) for n, v in traced.items()} if free else None
     try:
-        program, found, baked = _watched(call, traced, shapes)
-    except CapturedAgain:  # once: all the functions of the model are known now
-        program, found, baked = _watched(call, traced, shapes)
-    learn(program, axes)  # here, where most is free, whether or not the given sizes fit
-    own = semantic_guards(found, program, {n: _spelled(call.given, n) for n in axes})
-    guards = (*value_guards(call.given, call.known), *_guards(program), *own)
+        program, found, baked = _run_export(call, traced, shapes)
+    except ExportAgain:  # once: all the functions of the model are known now
+        program, found, baked = _run_export(call, traced, shapes)
+    learn_cache_dims(program, axes)  # here, where most is free, whether or not the given sizes fit
+    own = build_semantic_guards(found, program, {n: _spell_leaf(call.given, n) for n in axes})
+    guards = (*build_value_guards(call.given, call.known), *_read_guards(program), *own)
     return _Export(program, guards, frozenset(baked), free, call.known)
 
 
-def _watched(
+def _run_export(
     call: _Call, traced: dict[str, Any], shapes: dict[str, Any] | None
 ) -> tuple[ExportedProgram, list[Branch], set[int]]:
     with call.watched() as (found, baked):
@@ -296,7 +296,7 @@ def _watched(
     return program, found, baked
 
 
-def _spelled(given: Mapping[str, Any], leaf: str) -> str:
+def _spell_leaf(given: Mapping[str, Any], leaf: str) -> str:
     """How guards spell a leaf of the inputs: `L['x']`, `L['pair'][0]`."""
     paths = [
         f"L[{name!r}]{pytree.keystr(path)}"
@@ -306,57 +306,57 @@ def _spelled(given: Mapping[str, Any], leaf: str) -> str:
     return dict(zip(name_leaves(given), paths, strict=True))[leaf]
 
 
-def _shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:
+def _build_dynamic_shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:
     """The `dynamic_shapes` of one input: nested like `value`."""
     leaves = [
         {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
         for leaf in name_leaves({name: value})
     ]
     # torch takes the children of a class of others as a list
-    return _listed(pytree.tree_unflatten(leaves, pytree.tree_structure(value)))
+    return _list_children(pytree.tree_unflatten(leaves, pytree.tree_structure(value)))
 
 
-def _listed(shapes: Any) -> Any:
+def _list_children(shapes: Any) -> Any:
     if isinstance(shapes, dict) and type(shapes) is dict and all(type(k) is int for k in shapes):
         return shapes
     if shapes is None:
         return None
     if type(shapes) in (list, tuple):
-        return type(shapes)(map(_listed, shapes))
+        return type(shapes)(map(_list_children, shapes))
     if type(shapes) is dict:
-        return {k: _listed(v) for k, v in shapes.items()}
+        return {k: _list_children(v) for k, v in shapes.items()}
     children, _ = pytree.SUPPORTED_NODES[type(shapes)].flatten_fn(shapes)
-    return list(map(_listed, children))
+    return list(map(_list_children, children))
 
 
-def _graph(
+def _build_graph(
     model: nn.Module, exported: ExportedProgram, inputs: tuple[str, ...]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
     """The clean, functional graph with its constants."""
-    parameters = _aliases(model.named_parameters(remove_duplicate=False))
-    tied = parameters | _aliases(model.named_buffers(remove_duplicate=False))
-    if maps_rows(exported.graph):
-        exported = _functional(model, exported)
+    parameters = _find_aliases(model.named_parameters(remove_duplicate=False))
+    tied = parameters | _find_aliases(model.named_buffers(remove_duplicate=False))
+    if has_vmap(exported.graph):
+        exported = _make_functional(model, exported)
     graph, lifted = flatten_program(exported, inputs, tied)
-    if functionalise(graph):
-        graph, lifted = flatten_program(_functional(model, exported), inputs, tied)
-        if reason := functionalise(graph):
+    if functionalise_graph(graph):
+        graph, lifted = flatten_program(_make_functional(model, exported), inputs, tied)
+        if reason := functionalise_graph(graph):
             raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
-    clean(graph, lifted)
+    clean_graph(graph, lifted)
     return graph, lifted
 
 
-def _functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
-    functional = decompose(exported)
-    if target := list_mutated(functional):
+def _make_functional(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
+    functional = decompose_program(exported)
+    if target := find_mutated(functional):
         raise CaptureError(
             f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
-            f"Ranks could not agree on it: {_instead(model, target)}."
+            f"Ranks could not agree on it: {_advise(model, target)}."
         )
     return functional
 
 
-def _instead(model: nn.Module, target: str) -> str:
+def _advise(model: nn.Module, target: str) -> str:
     """What to do about a write to `target`."""
     if target in dict(model.named_parameters()):
         return "take the update out of the forward; an embedding makes one where max_norm is set"
@@ -365,19 +365,19 @@ def _instead(model: nn.Module, target: str) -> str:
     return "write to a copy of the input"
 
 
-def _aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def _find_aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
     """Each further name of a tensor, with its first name in the model's own order."""
     first: dict[int, str] = {}
     every = [(name, first.setdefault(id(tensor), name)) for name, tensor in named]
     return {name: known for name, known in every if name != known}
 
 
-def _guards(exported: ExportedProgram) -> tuple[Guard, ...]:
+def _read_guards(exported: ExportedProgram) -> tuple[Guard, ...]:
     """What the model's code assumed of sizes, without the ranges that come from tracing at ≥ 2."""
     return tuple(Guard(code) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
 
 
-def _fixed(
+def _list_fixed_guards(
     given: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str]
 ) -> Iterator[Guard]:
     """What tracing fixed of each tensor input: type, rank, and the sizes that are not free."""
@@ -385,13 +385,13 @@ def _fixed(
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor):
                 where = f"L[{name!r}]{pytree.keystr(path)}"
-                leaf_name = next(n for n in axes if _spelled(given, n) == where)
+                leaf_name = next(n for n in axes if _spell_leaf(given, n) == where)
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
                 if isinstance(value, CacheState) and value.is_known:  # ranks may hold parts of it
                     dims |= set(range(leaf.dim())) - {*axes[leaf_name]}
-                yield from map(Guard, _form(where, leaf, dims))
+                yield from map(Guard, _describe_form(where, leaf, dims))
 
 
-def _form(where: str, tensor: torch.Tensor, free: set[int]) -> list[str]:
+def _describe_form(where: str, tensor: torch.Tensor, free: set[int]) -> list[str]:
     sizes = [f"{where}.size()[{d}] == {n}" for d, n in enumerate(tensor.shape) if d not in free]
     return [f"{where}.dtype == {tensor.dtype}", f"{where}.dim() == {tensor.dim()}", *sizes]

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from autotp.capture.graph_facts import read_argument, spell_sizes
 
-__all__ = ["clean", "drops_nothing", "is_idle", "retarget"]
+__all__ = ["clean_graph", "is_disabled_dropout", "is_removable", "retarget_graph"]
 
 END = 2**63 - 1  # how a slice says "to the end"
 aten = torch.ops.aten
@@ -40,7 +40,7 @@ FACTORIES: Mapping[object, Any] = {
 """Factories that read the dtype and device of a tensor, and those that are given both."""
 
 
-def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+def clean_graph(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
     """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfolds copies.
 
     What is indexed by consecutive numbers, which `constants` hold by their targets, is sliced.
@@ -51,7 +51,7 @@ def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyT
     - No op of `graph` works in place.
     - What draws random numbers stays, used or not: the stream of random numbers is the model's.
     """
-    _unfold(graph)
+    _unfold_ops(graph)
     for node in list(graph.nodes):
         if node.target in DEFINED:
             node.target = DEFINED[node.target]
@@ -62,20 +62,20 @@ def clean(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyT
     for node in graph.find_nodes(op="call_function", target=aten.index.Tensor):
         _slice_run(graph, node, constants)
     for node in graph.find_nodes(op="call_function", target=aten.linear.default):
-        _pack(graph, node)
+        _pack_input(graph, node)
     for node in reversed(list(graph.nodes)):
-        if not node.users and is_idle(node):
+        if not node.users and is_removable(node):
             graph.erase_node(node)
 
 
-def _unfold(graph: fx.Graph) -> None:
+def _unfold_ops(graph: fx.Graph) -> None:
     """Writes ops that only bring others to a shape, dtype or device as what they do."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         _unfold_copy(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
         _unfold_broadcast(node)
     for node in graph.find_nodes(op="call_function", target=aten.cat.default):
-        _drop_empty(graph, node)
+        _drop_empty_operands(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.view_as.default):
         node.target = aten.reshape_as.default  # a shard may have strides that no view allows
     for node in graph.nodes:
@@ -118,7 +118,7 @@ def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Ten
     used = [(d, item) for d, item in enumerate(listed) if item is not None]
     index = constants.get(str(used[0][1].target)) if len(used) == 1 else None
     size = source.meta["val"].shape[used[0][0]]
-    run = None if index is None or type(size) is not int else _run(index, size)
+    run = None if index is None or type(size) is not int else _find_run(index, size)
     if run is None:
         return
     with graph.inserting_before(node):
@@ -131,7 +131,7 @@ def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Ten
     graph.erase_node(node)
 
 
-def _pack(graph: fx.Graph, node: fx.Node) -> None:
+def _pack_input(graph: fx.Graph, node: fx.Node) -> None:
     """A linear layer of a slice takes a copy in one piece.
 
     Torch would multiply each row of the batch by the weight on its own otherwise, unless that
@@ -146,7 +146,7 @@ def _pack(graph: fx.Graph, node: fx.Node) -> None:
     node.replace_input_with(piece, packed)
 
 
-def _run(index: torch.Tensor, size: int) -> range | None:
+def _find_run(index: torch.Tensor, size: int) -> range | None:
     """The consecutive places, of `size`, that an index of one dim lists; None if it does not."""
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64) or index.is_meta:
         return None
@@ -164,7 +164,7 @@ def _unfold_broadcast(node: fx.Node) -> None:
             item.replace_all_uses_with(source)
 
 
-def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
+def _drop_empty_operands(graph: fx.Graph, node: fx.Node) -> None:
     """Takes from a `cat` what adds nothing: tensors of shape (0,), as a fresh cache is."""
     given = cast(list[fx.Node], node.args[0])
     kept = [n for n in given if spell_sizes(n) != ["0"]]
@@ -176,14 +176,14 @@ def _drop_empty(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
 
 
-def drops_nothing(node: fx.Node) -> bool:
+def is_disabled_dropout(node: fx.Node) -> bool:
     """Whether `node` is a dropout that is off: it then returns its very input, not a copy."""
     return node.target in DROPOUTS and (
         read_argument(node, "p") == 0 or not read_argument(node, "train")
     )
 
 
-def retarget(graph: fx.Graph, device: torch.device) -> None:
+def retarget_graph(graph: fx.Graph, device: torch.device) -> None:
     """Makes every device argument in `graph` (factory calls, `to`) `device`, in place."""
 
     def moved(argument: Any) -> Any:
@@ -202,7 +202,7 @@ def _always(node: fx.Node) -> bool:
     return True
 
 
-def is_idle(node: fx.Node) -> bool:
+def is_removable(node: fx.Node) -> bool:
     """Whether `node` may go where nothing reads it: it neither draws random numbers nor asserts."""
     if node.op != "call_function":
         return node.op == "get_attr"
@@ -222,10 +222,10 @@ def _is_whole_slice(node: fx.Node) -> bool:
     if read_argument(node, "start") not in (None, 0) or read_argument(node, "step") != 1:
         return False
     end, dim = read_argument(node, "end"), read_argument(node, "dim")
-    return end is None or end == END or _size(node.args[0], dim) == _size(node, dim)
+    return end is None or end == END or _spell_size(node.args[0], dim) == _spell_size(node, dim)
 
 
-def _size(node: object, dim: object) -> str:
+def _spell_size(node: object, dim: object) -> str:
     """A size as text, so that symbols compare by form: no guard, no order."""
     return str(node.meta["val"].shape[dim])  # type: ignore[attr-defined, index]
 

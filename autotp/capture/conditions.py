@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-__all__ = ["PATTERNS", "AtMost", "Condition", "Pattern", "Plain", "plain_values"]
+__all__ = ["PATTERNS", "AtMost", "Condition", "Pattern", "Plain", "make_plain_values"]
 
 Pattern: TypeAlias = Literal["ones", "counting"]
 PATTERNS: Final[tuple[Pattern, ...]] = ("ones", "counting")
@@ -43,7 +43,7 @@ class AtMost:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An input has the values of `plain_values`: a mask that hides nothing, places in order.
+    """An input has the values of `make_plain_values`: a mask that hides nothing, places in order.
 
     Example: `str(Plain("attention_mask", "ones"))` is `attention_mask is ones`.
     """
@@ -70,7 +70,7 @@ class Plain:
 Condition: TypeAlias = AtMost | Plain
 
 
-def plain_values(
+def make_plain_values(
     pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor | None:
     """A tensor on the CPU with a pattern's values: 1 everywhere, or 0, 1, 2 … along the last dim.

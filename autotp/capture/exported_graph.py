@@ -17,11 +17,11 @@ from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind
 
-from autotp.capture.clean import drops_nothing
+from autotp.capture.clean import is_disabled_dropout
 from autotp.capture.graph_facts import TORCH, find_source_line
 from autotp.errors import CaptureError
 
-__all__ = ["name_constant", "decompose", "flatten_program", "list_mutated"]
+__all__ = ["name_constant", "decompose_program", "flatten_program", "find_mutated"]
 
 KEPT_META = ("val", "nn_module_stack", "stack_trace")
 WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
@@ -40,9 +40,9 @@ def flatten_program(
     - `inputs`: names of the tensor inputs in the program's order; a dot becomes an underscore.
     - `tied`: alias to the name that the graph is to use.
     """
-    copy = _Copy(tied)
+    copy = _GraphCopy(tied)
     for spec, node in zip(
-        exported.graph_signature.input_specs, _placeholders(exported), strict=True
+        exported.graph_signature.input_specs, _list_placeholders(exported), strict=True
     ):
         if spec.kind in STATE:
             copy.state(node, str(spec.target))
@@ -51,17 +51,17 @@ def flatten_program(
             assert isinstance(constant, torch.Tensor)
             copy.constant(node, constant)
         elif spec.kind is not InputKind.USER_INPUT:
-            raise CaptureError(_unsupported(spec))
+            raise CaptureError(_explain_unsupported(spec))
         elif isinstance(spec.arg, ConstantArgument):
             copy.values[node] = spec.arg.value
-    tensors = [n for n in _placeholders(exported) if n not in copy.values]
+    tensors = [n for n in _list_placeholders(exported) if n not in copy.values]
     for name, node in zip(inputs, tensors, strict=True):
         copy.placeholder(node, name.replace(".", "_"))
     copy.graph.output(tuple(copy.region(exported.graph_module)))
     return copy.graph, copy.lifted
 
 
-def decompose(exported: ExportedProgram) -> ExportedProgram:
+def decompose_program(exported: ExportedProgram) -> ExportedProgram:
     """The program made functional by torch, all its other ops kept whole.
 
     Torch forgets the regions without gradients on the way: what leaves them is detached before. Nor
@@ -79,7 +79,7 @@ def decompose(exported: ExportedProgram) -> ExportedProgram:
         return exported.run_decompositions({})
 
 
-def list_mutated(exported: ExportedProgram) -> str:
+def find_mutated(exported: ExportedProgram) -> str:
     """The name of the first buffer or input that the functional program writes to; or empty."""
     written = (s for s in exported.graph_signature.output_specs if s.kind not in PLAIN_OUTPUTS)
     return next((str(s.target) for s in written), "")
@@ -87,21 +87,21 @@ def list_mutated(exported: ExportedProgram) -> str:
 
 def name_constant(tensor: torch.Tensor) -> str:
     """The `get_attr` name of a constant, by content: `_const_` and 12 hexadecimal digits."""
-    stored = b"" if tensor.is_meta else _bytes(tensor)
+    stored = b"" if tensor.is_meta else _read_bytes(tensor)
     digest = hashlib.sha1(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + stored)
     return f"_const_{digest.hexdigest()[:12]}"
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
+def _read_bytes(tensor: torch.Tensor) -> bytes:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def _placeholders(exported: ExportedProgram) -> list[fx.Node]:
+def _list_placeholders(exported: ExportedProgram) -> list[fx.Node]:
     return [n for n in exported.graph.nodes if n.op == "placeholder"]
 
 
-def _unsupported(spec: InputSpec) -> str:
+def _explain_unsupported(spec: InputSpec) -> str:
     return (
         f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, not a tensor. "
         "Use plain tensors, parameters and buffers."
@@ -121,7 +121,7 @@ def _detach_regions(graph: fx.Graph) -> None:
 
 def _drop_dropouts(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.op == "call_function" and drops_nothing(node):
+        if node.op == "call_function" and is_disabled_dropout(node):
             node.replace_all_uses_with(node.args[0], _is_call)
 
 
@@ -134,7 +134,7 @@ def _is_real(value: object) -> bool:
     return isinstance(val, torch.Tensor) and val.is_floating_point()
 
 
-class _Copy:
+class _GraphCopy:
     """A graph in the making: `values` maps nodes of the program to what stands for them here."""
 
     def __init__(self, tied: Mapping[str, str]) -> None:
@@ -148,12 +148,12 @@ class _Copy:
         self.values[node] = self._created("placeholder", name, (), {}, name, node)
 
     def state(self, node: fx.Node, target: str) -> None:
-        self.values[node] = _Later(self._tied.get(target, target), node)
+        self.values[node] = _PendingAttribute(self._tied.get(target, target), node)
 
     def constant(self, node: fx.Node, value: torch.Tensor) -> None:
         name = name_constant(value)
         self.lifted[name] = value.detach()
-        self.values[node] = _Later(name, node)
+        self.values[node] = _PendingAttribute(name, node)
 
     def region(self, module: fx.GraphModule) -> list[Any]:
         """What a (sub)graph returns, after its nodes were copied; its placeholders have values."""
@@ -167,7 +167,7 @@ class _Copy:
     def _called(self, node: fx.Node) -> Any:
         if isinstance(node.target, HigherOrderOperator):
             return self._inlined(node)
-        if drops_nothing(node):
+        if is_disabled_dropout(node):
             return self._mapped(node.args[0])
         if node.target is NATIVE_DROPOUT:
             args = self._mapped(node.args)
@@ -186,7 +186,7 @@ class _Copy:
         if node.target is WITH_AUTOCAST and not node.args[2]:
             return self._entered(node.args[4], list(node.args[5:]))
         raise CaptureError(
-            _region(
+            _explain_region(
                 node,
                 [
                     v
@@ -213,7 +213,7 @@ class _Copy:
 
     def _value(self, node: fx.Node) -> Any:
         value = self.values[node]
-        if not isinstance(value, _Later):
+        if not isinstance(value, _PendingAttribute):
             return value
         if value.target not in self._made:
             args = ("get_attr", value.target, (), {}, None, value.node)
@@ -234,7 +234,7 @@ class _Copy:
         return node
 
 
-class _Later:
+class _PendingAttribute:
     """A parameter, buffer or constant that has no node yet: it gets one where it is first used."""
 
     __slots__ = ("node", "target")
@@ -244,7 +244,7 @@ class _Later:
         self.node = node
 
 
-def _region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
+def _explain_region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
     lines = [find_source_line(n) for module in modules for n in module.graph.nodes]
     own = [line for line in lines if line and not line.file.startswith(TORCH)]
     where = own[-1] if own else "no source line known"

@@ -12,7 +12,7 @@ from torch import nn
 
 from autotp.capture.graph_facts import TORCH
 
-__all__ = ["explain_failure", "silence_torch", "shorten"]
+__all__ = ["explain_failure", "silence_torch", "shorten_error"]
 
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
@@ -28,7 +28,7 @@ def silence_torch() -> Generator[None]:
         yield
         return
     # any part of torch may log an error that it then raises
-    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _is_torchs(n)]
+    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _belongs_to_torch(n)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
@@ -41,11 +41,11 @@ def silence_torch() -> Generator[None]:
             logger.disabled = disabled
 
 
-def _is_torchs(logger: str) -> bool:
+def _belongs_to_torch(logger: str) -> bool:
     return logger.partition(".")[0] == "torch"
 
 
-def shorten(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """Torch's reason, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     telling = next((line for line in lines if line.startswith("- ")), lines[0])
@@ -56,15 +56,15 @@ def shorten(error: Exception) -> str:
 def explain_failure(model: nn.Module, error: Exception) -> str:
     """What a CaptureError says of a failed export of `model`."""
     return (
-        f"{type(model).__name__}{_line(model, error)}: torch.export cannot capture it: "
-        f"{shorten(error)}. {_advice(model, error)}"
+        f"{type(model).__name__}{_find_line(model, error)}: torch.export cannot capture it: "
+        f"{shorten_error(error)}. {_advise(model, error)}"
     )
 
 
-def _advice(model: nn.Module, error: Exception) -> str:
-    root = next(_chain(error))
+def _advise(model: nn.Module, error: Exception) -> str:
+    root = next(_walk_causes(error))
     raised = traceback.extract_tb(root.__traceback__)[-1:]
-    if any(frame.filename in _files(model) for frame in raised):
+    if any(frame.filename in _list_files(model) for frame in raised):
         return "The model's own code raises that: check the inputs."
     if "in output, which is not a known type" in str(error):
         return (
@@ -77,10 +77,10 @@ def _advice(model: nn.Module, error: Exception) -> str:
     )
 
 
-def _line(model: nn.Module, error: BaseException) -> str:
+def _find_line(model: nn.Module, error: BaseException) -> str:
     """Where the model's code was when `error` was raised: ` (file:line, in function: code)`."""
-    own = _files(model)
-    frames = [f for e in _chain(error) for f in traceback.extract_tb(e.__traceback__)]
+    own = _list_files(model)
+    frames = [f for e in _walk_causes(error) for f in traceback.extract_tb(e.__traceback__)]
     inside = [f for f in frames if f.filename in own]
     if not inside:
         return ""
@@ -88,15 +88,15 @@ def _line(model: nn.Module, error: BaseException) -> str:
     return f" ({last.filename}:{last.lineno}, in {last.name}: {last.line})"
 
 
-def _files(model: nn.Module) -> set[str]:
+def _list_files(model: nn.Module) -> set[str]:
     """The source files of the model's modules, without torch's."""
     modules = {type(m).__module__ for m in model.modules()}
     files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
     return {f for f in files if f and not f.startswith(TORCH)}
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _walk_causes(error: BaseException | None) -> Iterator[BaseException]:
     """`error` last, after what caused it."""
     if error is not None:
-        yield from _chain(error.__cause__ or error.__context__)
+        yield from _walk_causes(error.__cause__ or error.__context__)
         yield error

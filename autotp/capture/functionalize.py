@@ -20,51 +20,51 @@ from torch._C import FunctionSchema
 from torch._C._functorch import is_batchedtensor
 from torch._ops import OpOverload
 
-__all__ = ["functionalise", "maps_rows"]
+__all__ = ["functionalise_graph", "has_vmap"]
 
 
-def functionalise(graph: fx.Graph) -> str:
+def functionalise_graph(graph: fx.Graph) -> str:
     """Empty when every in-place op of `graph` was replaced, else why the first one cannot be.
 
     Example: `add_ = aten.add_.Tensor(linear, 1)` becomes `add = aten.add.Tensor(linear, 1)`.
     """
-    in_place = [n for n in graph.nodes if _mutates(n)]
+    in_place = [n for n in graph.nodes if _is_in_place(n)]
     memory = _Memory(graph) if in_place else None
     for node in in_place:
-        twin = _twin(node)
+        twin = _find_twin(node)
         if twin is None:
             return f"{node.name}: {node.target} has no functional twin"
         reader = memory.reader_after(node) if memory else ""
         if reader:
             return f"{node.name}: {node.target} changes memory that {reader}"
-        _replace(graph, node, twin)
+        _replace_op(graph, node, twin)
     return ""
 
 
-def maps_rows(graph: fx.Graph) -> bool:
+def has_vmap(graph: fx.Graph) -> bool:
     """Whether values of `graph` are inside a vmap, where they have dims that no op of it names."""
     values = (n.meta.get("val") for n in graph.nodes)
     return any(isinstance(v, torch.Tensor) and is_batchedtensor(v) for v in values)
 
 
-def _mutates(node: fx.Node) -> bool:
-    schema = _schema(node)
+def _is_in_place(node: fx.Node) -> bool:
+    schema = _find_schema(node)
     return schema is not None and schema.is_mutable
 
 
-def _schema(node: fx.Node) -> FunctionSchema | None:
+def _find_schema(node: fx.Node) -> FunctionSchema | None:
     if not isinstance(node.target, OpOverload):
         return None
     return node.target._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
 
 
-def _twin(node: fx.Node) -> OpOverload | None:
+def _find_twin(node: fx.Node) -> OpOverload | None:
     """The op with the same arguments that returns what `node`'s op writes to its first argument."""
-    schema = _schema(node)
+    schema = _find_schema(node)
     assert schema is not None
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
     packet = getattr(torch.ops, schema.name.split("::")[0])
-    found = getattr(getattr(packet, _plain(schema), None), schema.overload_name or "default", None)
+    found = getattr(getattr(packet, _name_functional(schema), None), schema.overload_name or "default", None)
     if written != [0] or not isinstance(found, OpOverload):
         return None
     twin = found._schema  # pyright: ignore[reportPrivateUsage]
@@ -72,17 +72,17 @@ def _twin(node: fx.Node) -> OpOverload | None:
     return found if same and not twin.is_mutable else None
 
 
-def _plain(schema: FunctionSchema) -> str:
+def _name_functional(schema: FunctionSchema) -> str:
     """The functional name: `add_` gives `add`, `__iand__` gives `__and__`."""
     name = schema.name.split("::")[1]
     return f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
 
 
-def _replace(graph: fx.Graph, node: fx.Node, twin: OpOverload) -> None:
-    schema = _schema(node)
+def _replace_op(graph: fx.Graph, node: fx.Node, twin: OpOverload) -> None:
+    schema = _find_schema(node)
     assert schema is not None
     with graph.inserting_before(node):
-        name = _plain(schema).strip("_")
+        name = _name_functional(schema).strip("_")
         made = graph.create_node("call_function", twin, node.args, node.kwargs, name)
         made.meta = dict(node.meta)
         result = _cast_back(graph, node, made)
@@ -96,7 +96,7 @@ def _cast_back(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
     operands = [n.meta.get("val") for n in node.all_input_nodes]
     if all(v.dtype == wanted.dtype for v in operands if isinstance(v, torch.Tensor)):
         return made
-    made.meta["val"] = value = _run(made, wanted)
+    made.meta["val"] = value = _compute_value(made, wanted)
     if value.dtype == wanted.dtype:
         return made
     cast = graph.call_function(torch.ops.aten.to.dtype, (made, wanted.dtype))
@@ -104,13 +104,13 @@ def _cast_back(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
     return cast
 
 
-def _run(node: fx.Node, like: torch.Tensor) -> torch.Tensor:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), _val)
+def _compute_value(node: fx.Node, like: torch.Tensor) -> torch.Tensor:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _read_val)
     with like.fake_mode:  # type: ignore[attr-defined]
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _val(node: fx.Node) -> Any:
+def _read_val(node: fx.Node) -> Any:
     return node.meta["val"]
 
 
@@ -120,15 +120,15 @@ class _Memory:
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {n: i for i, n in enumerate(graph.nodes)}
         self._users = {n: list(n.users) for n in graph.nodes}  # those of a replaced node move on
-        self._written = {n: cast(fx.Node, n.args[0]) for n in graph.nodes if _mutates(n)}
+        self._written = {n: cast(fx.Node, n.args[0]) for n in graph.nodes if _is_in_place(n)}
         self._neighbours: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            for source in _aliased(node):
+            for source in _list_aliased(node):
                 self._neighbours[node].append(source)
                 self._neighbours[source].append(node)
         self._same: dict[int, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            if storage := _storage(node):
+            if storage := _find_storage(node):
                 self._same[storage].append(node)
 
     def reader_after(self, node: fx.Node) -> str:
@@ -146,19 +146,19 @@ class _Memory:
         found, queue = {start: None}, [start]
         while queue:
             node = queue.pop()
-            near = self._neighbours[node] + self._same.get(_storage(node), [])
+            near = self._neighbours[node] + self._same.get(_find_storage(node), [])
             new = [n for n in near if n not in found and self._position[n] < before]
             found |= dict.fromkeys(new)
             queue += new
         return list(found)
 
 
-def _aliased(node: fx.Node) -> list[fx.Node]:
+def _list_aliased(node: fx.Node) -> list[fx.Node]:
     """The operands whose memory `node`'s result may share, by its op's schema."""
     if node.target is operator.getitem:
         source: Any = node.args[0]
-        return _aliased(source)
-    schema = _schema(node)
+        return _list_aliased(source)
+    schema = _find_schema(node)
     if schema is None or not any(r.alias_info for r in schema.returns):
         return []
     shared = [a.name for a in schema.arguments if a.alias_info]
@@ -168,7 +168,7 @@ def _aliased(node: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _storage(node: fx.Node) -> int:
+def _find_storage(node: fx.Node) -> int:
     val = node.meta.get("val")
     if not isinstance(val, torch.Tensor) or val.layout is not torch.strided:
         return 0

@@ -22,11 +22,11 @@ from autotp.errors import PlanError
 
 __all__ = ["GenerationCalls"]
 
-_NOT_ASKED = ("use_cache", "labels", "return_dict")
+_DECIDED_BY_GENERATE = ("use_cache", "labels", "return_dict")
 """Inputs of a forward that `generate` decides by itself."""
 
 
-class _Enough(Exception):  # noqa: N818  nothing went wrong
+class _CallReached(Exception):  # noqa: N818  nothing went wrong
     """The call that was waited for has come."""
 
 
@@ -56,7 +56,7 @@ class GenerationCalls:
             settings.eos_token_id = settings.forced_eos_token_id = settings.pad_token_id = None
             if settings.decoder_start_token_id is None:
                 settings.decoder_start_token_id = 0  # any word: only sizes are looked at
-        asked = {k: v for k, v in example.items() if k not in _NOT_ASKED and v is not None}
+        asked = {k: v for k, v in example.items() if k not in _DECIDED_BY_GENERATE and v is not None}
         return GenerationCalls(bare, {k: _copy_with_values(v) for k, v in asked.items()})
 
     @property
@@ -106,7 +106,7 @@ class GenerationCalls:
         def note(**inputs: Any) -> Any:
             seen.append(inputs)
             if len(seen) == enough:
-                raise _Enough
+                raise _CallReached
             return output
 
         self._generate(note, given, enough)
@@ -119,7 +119,7 @@ class GenerationCalls:
         how = {"do_sample": False, "max_new_tokens": calls + 2}
         try:
             bare.generate(**given, **how)
-        except _Enough:
+        except _CallReached:
             return
         except Exception as error:
             raise PlanError(

@@ -34,16 +34,16 @@ def _forget_sources() -> None:
     """
     loader = getattr(graph_module, "_loader", None)
     sources: dict[str, str] = getattr(loader, "eval_cache", {})
-    needed = set(_files(fx.GraphModule))
+    needed = set(_list_code_names(fx.GraphModule))
     for name in [name for name in sources if name not in needed]:
         del sources[name]
         linecache.cache.pop(name, None)
 
 
-def _files(kind: type) -> Iterator[str]:
+def _list_code_names(kind: type) -> Iterator[str]:
     """The names under which the code of each living GraphModule is known: each has a class."""
     for each in kind.__subclasses__():
         code = getattr(each.__dict__.get("forward"), "__code__", None)
         if code is not None:
             yield code.co_filename
-        yield from _files(each)
+        yield from _list_code_names(each)

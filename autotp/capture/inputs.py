@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
-from autotp.capture.program import KEPT, WORDS, Program, find_broken_guard, name_leaves
+from autotp.capture.program import LOGITS_TO_KEEP, TOKEN_INPUTS, Program, find_broken_guard, name_leaves
 from autotp.capture.source_model import find_device
 from autotp.errors import CaptureError, PlanError
 
 __all__ = [
     "Axes",
-    "list_accepted",
+    "order_inputs",
     "find_data_axes",
     "make_example_inputs",
     "choose_inputs",
@@ -64,7 +64,7 @@ def make_example_inputs(
     if config is None:
         raise PlanError(
             f"{type(model).__name__}: has no config, so its inputs cannot be guessed; "
-            f"its forward takes {_listed(_parameters(model))}. "
+            f"its forward takes {_quote_names(_list_parameters(model))}. "
             f"{advice}"
         )
     most = find_longest_input(model)
@@ -86,7 +86,7 @@ def find_longest_input(model: nn.Module) -> int | None:
 
     A table of positions that keeps rows for padding (it has a `padding_idx`) has fewer to give.
     """
-    config = _text_config(model)
+    config = _find_text_config(model)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     limit = next((n for n in (getattr(config, k, None) for k in names) if isinstance(n, int)), None)
     if limit is None or limit < 1:
@@ -98,19 +98,19 @@ def find_longest_input(model: nn.Module) -> int | None:
     return limit - 1 - max(padded) if padded else limit
 
 
-def list_accepted(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
+def order_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs in the order of the forward's signature, without those that only repeat a None."""
-    parameters = _parameters(model)
+    parameters = _list_parameters(model)
     _refuse_starred(model, inputs)
     unknown = [name for name in inputs if name not in parameters]
-    if unknown and not _takes_any(model):
-        raise CaptureError(_unknown_input(model, unknown[0], parameters))
+    if unknown and not _accepts_any(model):
+        raise CaptureError(_explain_unknown(model, unknown[0], parameters))
     given = {n: v for n, v in inputs.items() if v is not None or not _is_none(parameters.get(n))}
     required = [n for n, p in parameters.items() if p.default is p.empty and n not in given]
     if required:
         raise CaptureError(
-            f"{type(model).__name__}: its forward needs {_listed(required)}, given were "
-            f"{_listed(given)}. Add {required[0]!r} to the inputs."
+            f"{type(model).__name__}: its forward needs {_quote_names(required)}, given were "
+            f"{_quote_names(given)}. Add {required[0]!r} to the inputs."
         )
     ordered = [n for n in parameters if n in given] + sorted(
         n for n in given if n not in parameters
@@ -124,7 +124,7 @@ def find_data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axe
     Example: ids (2, 12) have `{0: ("batch", 2), 1: ("sequence", 12)}`; images (2, 3, 224, 224) only
     the first; a mask (2, 1, 12, 12) beside such ids has both lengths too.
     """
-    past = _past_axes(inputs)
+    past = _find_past_axes(inputs)
     tensors = {n: v for n, v in name_leaves(inputs).items() if isinstance(v, torch.Tensor)}
     every = list(tensors)
     tensors = {n: v for n, v in tensors.items() if n not in past}
@@ -136,14 +136,14 @@ def find_data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axe
     for name, tensor in tensors.items():
         decoder = name.startswith("decoder_") or (name == "labels" and encoder_decoder)
         kind = "decoder" if decoder else "sequence"
-        found = {d: (kind, tensor.shape[d]) for d in _sequence_dims(tensor, batch, lengths)}
-        axes[name] = dict.fromkeys(_batch_dims(tensor, batch), ("batch", batch)) | found
+        found = {d: (kind, tensor.shape[d]) for d in _find_sequence_dims(tensor, batch, lengths)}
+        axes[name] = dict.fromkeys(_find_batch_dims(tensor, batch), ("batch", batch)) | found
     if past:
-        main = next((axes[n] for n in WORDS if n in axes), next(iter(axes.values())))
+        main = next((axes[n] for n in TOKEN_INPUTS if n in axes), next(iter(axes.values())))
         kept = {a[1] for of in past.values() for a in of.values() if a[0] == "past"}
-        axes = {n: _beside_past(of, main, kept) for n, of in axes.items()}
-    if _is_positions(tensors.get(KEPT)):
-        axes[KEPT] = {0: ("kept", tensors[KEPT].shape[0])}
+        axes = {n: _free_lengths(of, main, kept) for n, of in axes.items()}
+    if _is_positions(tensors.get(LOGITS_TO_KEEP)):
+        axes[LOGITS_TO_KEEP] = {0: ("kept", tensors[LOGITS_TO_KEEP].shape[0])}
     return {n: past.get(n) or axes.get(n, {}) for n in every}
 
 
@@ -151,7 +151,7 @@ def _is_positions(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.dim() == 1
 
 
-def _beside_past(axes: Axes, main: Axes, past: set[int]) -> Axes:
+def _free_lengths(axes: Axes, main: Axes, past: set[int]) -> Axes:
     """Lengths other than the new words', a mask's or an encoder's, are free as the cache's are.
 
     What is as long as nothing in the cache, alone or with the new words, is no length.
@@ -165,7 +165,7 @@ def _beside_past(axes: Axes, main: Axes, past: set[int]) -> Axes:
     }
 
 
-def _past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
+def _find_past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
     """For each tensor of the caches among the inputs, the dims whose size belongs to the data."""
     axes: dict[str, Axes] = {}
     for name, state in inputs.items():
@@ -183,10 +183,10 @@ def resize_for_trace(
     Values are the given ones, tiled or cropped. Axes that are equal stay equal, and what requires a
     gradient still does.
     """
-    wanted = sorted({a for of in axes.values() for a in of.values() if a[0] in free}, key=_by_size)
-    sizes = _chosen(wanted, limit)
+    wanted = sorted({a for of in axes.values() for a in of.values() if a[0] in free}, key=_order_axis)
+    sizes = _choose_sizes(wanted, limit)
     leaves = [
-        _resized(leaf, {d: sizes[a] for d, a in axes[name].items() if a in sizes})
+        _resize(leaf, {d: sizes[a] for d, a in axes[name].items() if a in sizes})
         if isinstance(leaf, torch.Tensor)
         else leaf
         for name, leaf in name_leaves(inputs).items()
@@ -194,18 +194,18 @@ def resize_for_trace(
     return pytree.tree_unflatten(leaves, pytree.tree_structure(dict(inputs)))
 
 
-def _by_size(axis: Axis) -> tuple[int, str]:
+def _order_axis(axis: Axis) -> tuple[int, str]:
     return axis[1], axis[0]
 
 
-def _chosen(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
+def _choose_sizes(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
     """The sizes to trace at; a length that is the sum of a past one and a new one stays that."""
-    sums = _sums(axes)
-    chosen = _apart([a for a in axes if a not in sums], limit)
+    sums = _find_sums(axes)
+    chosen = _choose_distinct([a for a in axes if a not in sums], limit)
     return chosen | {a: chosen[past] + chosen[new] for a, (past, new) in sums.items()}
 
 
-def _sums(axes: list[Axis]) -> dict[Axis, tuple[Axis, Axis]]:
+def _find_sums(axes: list[Axis]) -> dict[Axis, tuple[Axis, Axis]]:
     """Each length that is the sum of a past and a new one, with the two."""
     lengths = [a for a in axes if a[0] not in ("batch", "kept")]
     past = [a for a in lengths if a[0] == "past"]
@@ -214,7 +214,7 @@ def _sums(axes: list[Axis]) -> dict[Axis, tuple[Axis, Axis]]:
     return {t: (p, n) for t, p, n in every if t not in (p, n) and t[1] == p[1] + n[1]}
 
 
-def _apart(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
+def _choose_distinct(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
     batch = [a for a in axes if a[0] == "batch"]
     lengths = [a for a in axes if a[0] != "batch"]
     longest = limit or max([SEQUENCE_SIZES[0], *(size for _, size in lengths)])
@@ -227,7 +227,7 @@ def _apart(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
     return dict(zip(batch, BATCH_SIZES, strict=False)) | dict(zip(lengths, ascending, strict=False))
 
 
-def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
+def _resize(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     resized = tensor.detach()
     for dim, size in sizes.items():
         order = torch.arange(size, device=tensor.device) % max(tensor.shape[dim], 1)
@@ -235,7 +235,7 @@ def _resized(tensor: torch.Tensor, sizes: Mapping[int, int]) -> torch.Tensor:
     return resized.clone().requires_grad_(tensor.requires_grad)
 
 
-def _batch_dims(tensor: torch.Tensor, batch: int) -> tuple[int, ...]:
+def _find_batch_dims(tensor: torch.Tensor, batch: int) -> tuple[int, ...]:
     if _is_stacked(tensor, batch):
         return (1,)
     return (0,) if tensor.dim() > 0 and tensor.shape[0] == batch else ()
@@ -253,7 +253,7 @@ def _is_stacked(tensor: torch.Tensor, batch: int) -> bool:
     return tensor.dim() == 3 and not tensor.is_floating_point() and tensor.shape[1] == batch
 
 
-def _sequence_dims(tensor: torch.Tensor, batch: int, lengths: set[int]) -> tuple[int, ...]:
+def _find_sequence_dims(tensor: torch.Tensor, batch: int, lengths: set[int]) -> tuple[int, ...]:
     if tensor.dim() == 1:
         return (0,) if tensor.shape[0] in lengths - {batch} else ()
     if _is_stacked(tensor, batch):
@@ -265,13 +265,13 @@ def _sequence_dims(tensor: torch.Tensor, batch: int, lengths: set[int]) -> tuple
     return ()
 
 
-def _parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
+def _list_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     found = inspect.signature(model.forward).parameters
     return {n: p for n, p in found.items() if p.kind not in kinds}
 
 
-def _takes_any(model: nn.Module) -> bool:
+def _accepts_any(model: nn.Module) -> bool:
     found = inspect.signature(model.forward).parameters.values()
     return any(p.kind is p.VAR_KEYWORD for p in found)
 
@@ -280,7 +280,7 @@ def _refuse_starred(model: nn.Module, inputs: Mapping[str, Any]) -> None:
     """Raises CaptureError where inputs could only be given as `*args`, which have no names."""
     found = inspect.signature(model.forward).parameters.values()
     starred = [p.name for p in found if p.kind is p.VAR_POSITIONAL]
-    if starred and (starred[0] in inputs or not _parameters(model)):
+    if starred and (starred[0] in inputs or not _list_parameters(model)):
         raise CaptureError(
             f"{type(model).__name__}: its forward takes *{starred[0]}, and inputs without names "
             "are not supported. Name them in its signature: forward(self, x, y)."
@@ -291,19 +291,19 @@ def _is_none(parameter: inspect.Parameter | None) -> bool:
     return parameter is not None and parameter.default is None
 
 
-def _unknown_input(model: nn.Module, name: str, known: Mapping[str, object]) -> str:
+def _explain_unknown(model: nn.Module, name: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
     return (
-        f"{type(model).__name__}: its forward does not take {name!r}, only {_listed(known)}. {hint}"
+        f"{type(model).__name__}: its forward does not take {name!r}, only {_quote_names(known)}. {hint}"
     )
 
 
-def _listed(names: Mapping[str, object] | list[str]) -> str:
+def _quote_names(names: Mapping[str, object] | list[str]) -> str:
     return ", ".join(map(repr, names)) or "nothing"
 
 
-def _text_config(model: nn.Module) -> object:
+def _find_text_config(model: nn.Module) -> object:
     config = getattr(model, "config", None)
     nested = getattr(config, "get_text_config", None)
     return nested() if callable(nested) else config
@@ -318,7 +318,7 @@ class _Examples:
     sequence: int
 
     def all(self, training: bool) -> dict[str, Any]:
-        taken = _parameters(self.model)
+        taken = _list_parameters(self.model)
         main = str(getattr(self.model, "main_input_name", "input_ids"))
         makers: dict[str, Callable[[], torch.Tensor]] = {
             "input_ids": self.words,
@@ -328,29 +328,29 @@ class _Examples:
         if main not in makers:
             raise PlanError(
                 f"{type(self.model).__name__}: its main input {main!r} cannot be made up, only "
-                f"{_listed(list(makers))}. Pass example_inputs={{{main!r}: tensor, …}}."
+                f"{_quote_names(list(makers))}. Pass example_inputs={{{main!r}: tensor, …}}."
             )
         inputs: dict[str, Any] = {main: makers[main]()}
         if "attention_mask" in taken and main == "input_ids":
             inputs["attention_mask"] = torch.ones_like(inputs[main])
-        if getattr(_config(self.model), "is_encoder_decoder", False):
+        if getattr(_find_config(self.model), "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = self.words()
         if training and "labels" in taken:
             inputs["labels"] = self.labels()
         return inputs | ({"use_cache": False} if "use_cache" in taken else {})
 
     def words(self) -> torch.Tensor:
-        size = getattr(_text_config(self.model), "vocab_size", 2)
+        size = getattr(_find_text_config(self.model), "vocab_size", 2)
         return self._integers((self.batch, self.sequence), size)
 
     def labels(self) -> torch.Tensor:
         loss = str(getattr(self.model, "loss_type", "") or "")
         if loss.endswith(("SequenceClassification", "ImageClassification")):
-            return self._integers((self.batch,), int(getattr(_config(self.model), "num_labels", 2)))
+            return self._integers((self.batch,), int(getattr(_find_config(self.model), "num_labels", 2)))
         return self.words()
 
     def pixels(self) -> torch.Tensor:
-        config = _config(self.model)
+        config = _find_config(self.model)
         config = (
             config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
         )
@@ -359,7 +359,7 @@ class _Examples:
         return self._reals((self.batch, getattr(config, "num_channels", 3), height, width))
 
     def spectrum(self) -> torch.Tensor:
-        config = _config(self.model)
+        config = _find_config(self.model)
         frames = 2 * getattr(config, "max_source_positions", 1500)  # the convolutions halve them
         return self._reals((self.batch, getattr(config, "num_mel_bins", 80), frames))
 
@@ -373,7 +373,7 @@ class _Examples:
         return torch.randn(shape, generator=generator).to(find_device(self.model), dtype)
 
 
-def _config(model: nn.Module) -> object:
+def _find_config(model: nn.Module) -> object:
     return getattr(model, "config", None)
 
 
@@ -389,22 +389,22 @@ def choose_inputs(
     each word. Raises as `make_example_inputs` and `captured` do.
     """
     longest = make_example_inputs(model, training)
-    if (find_longest_input(model) or LONGER) < LONGER or not _longer(longest, SHORT):
+    if (find_longest_input(model) or LONGER) < LONGER or not _is_longer(longest, SHORT):
         return longest, captured(longest)
     short, longer = (make_example_inputs(model, training, sequence=n) for n in (SHORT, LONGER))
     program = captured(short)
     if program.dynamic and find_broken_guard(program, longest) is None:
         return longest, program
-    if not program.dynamic and _ops(captured(longer)) - _ops(program) >= LONGER - SHORT:
+    if not program.dynamic and _count_ops(captured(longer)) - _count_ops(program) >= LONGER - SHORT:
         return short, program
     return longest, captured(longest)
 
 
-def _longer(inputs: Mapping[str, Any], length: int) -> bool:
+def _is_longer(inputs: Mapping[str, Any], length: int) -> bool:
     """Whether there are words, and more than `length` of them."""
     words = inputs.get("input_ids")
     return isinstance(words, torch.Tensor) and words.shape[1] > length
 
 
-def _ops(program: Program) -> int:
+def _count_ops(program: Program) -> int:
     return len(program.graph.nodes)

@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from autotp.capture.clean import is_idle
+from autotp.capture.clean import is_removable
 from autotp.capture.graph_facts import describe_node, list_results
 from autotp.capture.program import Program
 
@@ -33,16 +33,16 @@ def find_program_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -
     except RuntimeError as error:
         yield f"the graph is malformed: {str(error).strip()}"
         return
-    yield from _input_faults(program)
-    yield from _state_faults(program, tensors)
+    yield from _find_input_faults(program)
+    yield from _find_state_faults(program, tensors)
     for node in program.graph.nodes:
-        yield from (f"{describe_node(node)}: {reason}" for reason in _node_faults(node))
-    yield from _size_faults(program)
-    yield from _output_faults(program)
-    yield from _guard_faults(program)
+        yield from (f"{describe_node(node)}: {reason}" for reason in _find_node_faults(node))
+    yield from _find_size_faults(program)
+    yield from _find_output_faults(program)
+    yield from _find_guard_faults(program)
 
 
-def _input_faults(program: Program) -> Iterator[str]:
+def _find_input_faults(program: Program) -> Iterator[str]:
     nodes = program.graph.find_nodes(op="placeholder")
     names = [str(node.target) for node in nodes]
     inputs = [name.replace(".", "_") for name in program.inputs]
@@ -60,7 +60,7 @@ def _input_faults(program: Program) -> Iterator[str]:
             yield f"input {name} has {rank} dims, but its data dims are {dims}"
 
 
-def _state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _find_state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Every `get_attr` reads one tensor that exists, under its first name, as its meta says."""
     known = {**tensors, **program.lifted}
     seen: set[str] = set()
@@ -83,12 +83,12 @@ def _state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iter
         seen.add(name)
 
 
-def _node_faults(node: fx.Node) -> Iterator[str]:
+def _find_node_faults(node: fx.Node) -> Iterator[str]:
     if node.op not in _OPS:
         yield f"a node of kind {node.op} in a flat graph, which has only {', '.join(_OPS)}"
     if node.op == "output":
         return
-    if node.op != "placeholder" and not node.users and is_idle(node):
+    if node.op != "placeholder" and not node.users and is_removable(node):
         yield "nothing reads it, and it has no effect: a dead node"
     if node.op != "call_function":
         return
@@ -100,12 +100,12 @@ def _node_faults(node: fx.Node) -> Iterator[str]:
         yield f"{node.target} writes to its operands, in a graph that must be functional"
 
 
-def _size_faults(program: Program) -> Iterator[str]:
+def _find_size_faults(program: Program) -> Iterator[str]:
     """Every symbolic size is made of sizes of the inputs, or of one that depends on values."""
     known: set[Any] = set()
     read: set[Any] = set()
     for node in program.graph.nodes:
-        sizes = {s.node.expr: s for s in _symbolic_sizes(node)}
+        sizes = {s.node.expr: s for s in _list_symbolic_sizes(node)}
         if node.op == "placeholder":
             known.update(*(expression.free_symbols for expression in sizes))
         for expression, size in sizes.items():
@@ -118,7 +118,7 @@ def _size_faults(program: Program) -> Iterator[str]:
                 yield f"{describe_node(node)}: its size {expression} has {names}, of no input's size"
 
 
-def _symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:
+def _list_symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:
     val = node.meta.get("val")
     if isinstance(val, torch.SymInt):
         yield val
@@ -126,7 +126,7 @@ def _symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:
         yield from (size for size in tensor.shape if isinstance(size, torch.SymInt))
 
 
-def _output_faults(program: Program) -> Iterator[str]:
+def _find_output_faults(program: Program) -> Iterator[str]:
     outputs = cast("object", program.graph.output_node().args[0])
     if not isinstance(outputs, list | tuple):
         yield f"the graph returns {outputs!r}, not a flat tuple"
@@ -144,7 +144,7 @@ def _output_faults(program: Program) -> Iterator[str]:
             yield f"{carried.path} of the cache replaces {carried.taken}, which is not an input"
 
 
-def _guard_faults(program: Program) -> Iterator[str]:
+def _find_guard_faults(program: Program) -> Iterator[str]:
     """Guards are expressions over the inputs and nothing else."""
     inputs = {name.partition(".")[0] for name in (*program.inputs, *program.constants)}
     for expression in dict.fromkeys(guard.expression for guard in program.guards):
@@ -154,12 +154,12 @@ def _guard_faults(program: Program) -> Iterator[str]:
             yield f"guard {expression}: is not an expression: {error.msg}"
             continue
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
-        unknown = names - _GUARD_NAMES | set(_subjects(tree)) - inputs
+        unknown = names - _GUARD_NAMES | set(_list_subjects(tree)) - inputs
         if unknown:
             yield f"guard {expression}: speaks of {', '.join(sorted(unknown))}, not of an input"
 
 
-def _subjects(tree: ast.AST) -> Iterator[str]:
+def _list_subjects(tree: ast.AST) -> Iterator[str]:
     """The inputs that an expression names as `L['name']`."""
     for node in ast.walk(tree):
         match node:

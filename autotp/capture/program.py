@@ -18,20 +18,20 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "KEPT",
-    "WORDS",
+    "LOGITS_TO_KEEP",
+    "TOKEN_INPUTS",
     "Carried",
     "Guard",
     "Program",
-    "broken",
+    "find_first_broken",
     "find_broken_guard",
     "name_leaves",
     "list_tensor_leaves",
 ]
 
-KEPT: Final = "logits_to_keep"
+LOGITS_TO_KEEP: Final = "logits_to_keep"
 """The argument that says which words to give logits of: how many of the last, or positions."""
-WORDS: Final = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
+TOKEN_INPUTS: Final = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 """The arguments that hold new words; where there are several, those of the decoder come first."""
 
 
@@ -118,20 +118,20 @@ def find_broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | No
     Constraints:
     - `inputs` holds every tensor input of the program (nested ones as given to the model).
     """
-    return broken(program.guards, inputs)
+    return find_first_broken(program.guards, inputs)
 
 
-def broken(guards: Iterable[Guard], inputs: Mapping[str, Any]) -> Guard | None:
+def find_first_broken(guards: Iterable[Guard], inputs: Mapping[str, Any]) -> Guard | None:
     """The first of `guards` that `inputs` break."""
     scope = {"L": inputs, "torch": torch, "math": math}
     every = tuple(guards)
-    if eval(_compile_guard(_all_of(every)), scope):  # at once: a call asks this of hundreds
+    if eval(_compile_guard(_combine_guards(every)), scope):  # at once: a call asks this of hundreds
         return None
     return next((g for g in every if not eval(_compile_guard(g.expression), scope)), None)
 
 
 @lru_cache(maxsize=256)
-def _all_of(guards: tuple[Guard, ...]) -> str:
+def _combine_guards(guards: tuple[Guard, ...]) -> str:
     return " and ".join(f"({guard.expression})" for guard in guards) or "True"
 
 

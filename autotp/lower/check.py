@@ -107,7 +107,7 @@ class _Checker:
             if not isinstance(node, fx.Node):
                 continue
             claimed = self._claim(node)
-            if claimed != self.decision.kept.get(number, REPLICATED):
+            if claimed != self.decision.caches.get(number, REPLICATED):
                 raise VerifyError(
                     f"{_at(node)}: leaves the graph as {claimed}, but outputs must be R on every "
                     "rank: a reduction or gather is missing before it"

@@ -21,7 +21,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_aggregate
 
-from autotp.capture.conditions import Pattern, plain_values
+from autotp.capture.conditions import Pattern, make_plain_values
 from autotp.capture.graph_facts import find_expression
 
 __all__ = ["Part", "Says", "Verdict", "part_of", "verdict"]
@@ -254,7 +254,7 @@ def _made(part: Part, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]
     if node in part.inputs:
         val = node.meta["val"]
         shape = tuple(_value(s, sizes) for s in val.shape)
-        made = plain_values(part.inputs[node], shape, val.dtype)
+        made = make_plain_values(part.inputs[node], shape, val.dtype)
         assert made is not None, f"{node.name} has no {part.inputs[node]}"
         return made
 

@@ -119,7 +119,7 @@ class _Writer:
         new.meta = dict(node.meta)
         self.plain[node] = new
         if (node, 0) in self.analysis.dims:
-            placement = self.decision.kept.get(node.name, REPLICATED)
+            placement = self.decision.caches.get(node.name, REPLICATED)
             self._record((node, 0), placement, new)
             self.made[(node, 0)] = placement
 
@@ -225,7 +225,7 @@ class _Writer:
             _inherit(new, origin)
 
     def _output(self, node: fx.Node) -> None:
-        kept = self.decision.kept
+        kept = self.decision.caches
 
         def given(old: Any, number: int) -> Any:
             if not isinstance(old, fx.Node):

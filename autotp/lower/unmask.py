@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, plain_values
+from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, make_plain_values
 from autotp.capture.graph_facts import read_argument
 from autotp.lower.mask_evaluation import Part, Says, part_of, verdict
 
@@ -100,7 +100,7 @@ def _patterns(part: Part) -> list[dict[fx.Node, Pattern]]:
         val = node.meta["val"]
         shape = (1,) * val.dim()
         patterns: list[Pattern] = [
-            p for p in PATTERNS if plain_values(p, shape, val.dtype) is not None
+            p for p in PATTERNS if make_plain_values(p, shape, val.dtype) is not None
         ]
         found = [{**known, node: pattern} for known in found for pattern in patterns]
     return found if len(part.inputs) <= 2 else []

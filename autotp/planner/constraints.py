@@ -28,33 +28,33 @@ _NO_SUCH_DIM = {
 }
 
 
-def check_followed_plan(drawn: Plan, whole: SourceModel, tp: int, *, training: bool) -> Plan:
+def check_followed_plan(plan: Plan, model: SourceModel, tp: int, *, training: bool) -> Plan:
     """The plan given to follow; PlanError if it is of another model, size or mode."""
-    where = f"plan= (for {drawn.model}, tp {drawn.tp})"
-    if drawn.tp != tp:
-        raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={drawn.tp}.")
-    if drawn.fingerprint != compute_fingerprint(whole):
+    where = f"plan= (for {plan.model}, tp {plan.tp})"
+    if plan.tp != tp:
+        raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={plan.tp}.")
+    if plan.fingerprint != compute_fingerprint(model):
         raise PlanError(
-            f"{where}: its {len(drawn.parameters)} parameters are not the "
-            f"{len(whole.parameters)} of {whole.name}{_describe_difference(drawn, whole)}. "
+            f"{where}: its {len(plan.parameters)} parameters are not the "
+            f"{len(model.parameters)} of {model.name}{_describe_difference(plan, model)}. "
             "Give the plan of this very model, or none."
         )
-    if drawn.training != training:
+    if plan.training != training:
         raise PlanError(
-            f"{where}: was made with training={drawn.training}, asked for is "
-            f"training={training}. Pass training={drawn.training}, or make another plan."
+            f"{where}: was made with training={plan.training}, asked for is "
+            f"training={training}. Pass training={plan.training}, or make another plan."
         )
-    return drawn
+    return plan
 
 
 def constrain_to_plan(plan: Plan, analysis: Analysis) -> dict[str, "PlanConstraint"]:
-    """Every parameter split as `plan` says; whole ones stay whole, however gradients are summed."""
+    """Every parameter split as `plan` says; model ones stay model, however gradients are summed."""
     return {name: PlanConstraint(plan, analysis, name) for name in analysis.parameters}
 
 
 def constrain_to_overrides(
     overrides: Mapping[str, str],
-    whole: SourceModel,
+    model: SourceModel,
     analysis: Analysis,
     matching: Matching,
     tp: int,
@@ -67,7 +67,7 @@ def constrain_to_overrides(
     allowed: dict[str, OverrideConstraint] = {}
     layouts = Layouts(analysis, matching)
     for glob, layout in overrides.items():
-        chosen = _match_glob(glob, layout, whole, analysis)
+        chosen = _match_glob(glob, layout, model, analysis)
         several = matching.experts.keys() & {*chosen}
         for name in chosen:
             follows = name != glob and layout not in ("column", "replicated")
@@ -95,7 +95,7 @@ class PlanConstraint:
         cut = self.analysis.split((self.analysis.parameters[self.name], 0), placement)
         return cut is not None and cut.encode() == record.split
 
-    def refusal(self, possible: Sequence[Placement]) -> str:
+    def explain_refusal(self, possible: Sequence[Placement]) -> str:
         """That no op of this graph can read the parameter as the plan cuts it."""
         record = self.plan.parameters[self.name]
         return (
@@ -120,35 +120,35 @@ class OverrideConstraint:
         """Whether `placement` is of the layout asked for."""
         return self.layouts.fits(self.name, placement, self.layout)
 
-    def refusal(self, possible: Sequence[Placement]) -> str:
+    def explain_refusal(self, possible: Sequence[Placement]) -> str:
         """Why the layout is impossible, which others are possible, and which tp sizes would do."""
         node = self.layouts.analysis.parameters[self.name]
         shape = list(self.layouts.analysis.metas[(node, 0)].shape)
         return (
             f"overrides: {self.glob!r} asks for layout {self.layout!r}, which {self.name} {shape} "
-            f"cannot have over {self.tp} ranks: {self._reason()}. "
-            f"Possible for it are {', '.join(self._offers(possible))}."
+            f"cannot have over {self.tp} ranks: {self._explain()}. "
+            f"Possible for it are {', '.join(self._list_alternatives(possible))}."
         )
 
-    def _reason(self) -> str:
-        axes = [axis for placement, axis in self._cuts() if self(placement)]
+    def _explain(self) -> str:
+        axes = [axis for placement, axis in self._list_splits() if self(placement)]
         if not axes:
             return _NO_SUCH_DIM[self.layout]
-        named = f"its axis {self._either(axes)}"
-        fitting = sorted({n for axis in axes for n in self._fitting(axis)})
+        named = f"its axis {self._name_axes(axes)}"
+        fitting = sorted({n for axis in axes for n in self._list_fitting_sizes(axis)})
         if self.tp in fitting:
             return f"no op that reads it can run on parts of {named}"
         numbers = ", ".join(map(str, fitting[:12]))
         return f"{named} has no parts for {self.tp} ranks; tp sizes that split it: {numbers}"
 
-    def _fitting(self, axis: Atom) -> Iterator[int]:
+    def _list_fitting_sizes(self, axis: Atom) -> Iterator[int]:
         """The tp sizes that an axis can be cut for: up to its size in a pair, else its divisors."""
         size = axis.units
         matching = self.layouts.matching
         paired = axis in {a for p in matching.pairs for a in p.axes} | {*matching.experts.values()}
         return (n for n in range(2, size + 1) if paired or size % n == 0)
 
-    def _cuts(self) -> Iterator[tuple[Placement, Atom]]:
+    def _list_splits(self) -> Iterator[tuple[Placement, Atom]]:
         """Every cut of the parameter along one of its axes, at any tp."""
         analysis = self.layouts.analysis
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
@@ -156,20 +156,20 @@ class OverrideConstraint:
                 if axis.is_splittable:
                     yield split(number, axis.name), axis
 
-    def _offers(self, possible: Sequence[Placement]) -> list[str]:
+    def _list_alternatives(self, possible: Sequence[Placement]) -> list[str]:
         forest = self.layouts.analysis.forest
         axes: dict[tuple[str, int], list[Atom]] = {}
         for placement in possible:
             if placement.is_split:
-                cut = self.layouts.of(self.name, placement), placement.dim
+                cut = self.layouts.name_layout(self.name, placement), placement.dim
                 names = placement.partition.axes
                 axes.setdefault(cut, []).extend(forest.named(name) for name in names)
         cuts = (
-            f"{of} (dim {dim}, its axis {self._either(found)})" for (of, dim), found in axes.items()
+            f"{of} (dim {dim}, its axis {self._name_axes(found)})" for (of, dim), found in axes.items()
         )
         return [*cuts, "replicated"]
 
-    def _either(self, axes: Iterable[Atom]) -> str:
+    def _name_axes(self, axes: Iterable[Atom]) -> str:
         """The axes by name and size, those in no pair by size: `heads (8) or one of 64`."""
         words = {a: w for pair in self.layouts.matching.pairs for a, w in pair.words.items()}
         sized = sorted((a.units, words.get(a.name, "")) for a in set(axes))
@@ -177,23 +177,23 @@ class OverrideConstraint:
         return " or ".join(dict.fromkeys(told)).removeprefix("one ")
 
 
-def _match_glob(glob: str, layout: str, whole: SourceModel, analysis: Analysis) -> list[str]:
+def _match_glob(glob: str, layout: str, model: SourceModel, analysis: Analysis) -> list[str]:
     """The parameters that a glob names."""
     check_layout(glob, layout)
     names = [n for n in analysis.parameters if matches_glob(n, glob)]
     if not names:
-        every = list(whole.parameters)
+        every = list(model.parameters)
         close = get_close_matches(glob, every, 3, 0.3) or every[:3]
         raise PlanError(
             f"overrides: {glob!r} matches none of the {len(every)} parameters of "
-            f"{whole.name}. Names are such as {', '.join(close)}."
+            f"{model.name}. Names are such as {', '.join(close)}."
         )
     return names
 
 
-def _describe_difference(drawn: Plan, whole: SourceModel) -> str:
-    for name, record in drawn.parameters.items():
-        tensor = whole.parameters.get(name)
+def _describe_difference(plan: Plan, model: SourceModel) -> str:
+    for name, record in plan.parameters.items():
+        tensor = model.parameters.get(name)
         if tensor is None:
             return f" (the model has no {name})"
         if tuple(tensor.shape) != record.shape:

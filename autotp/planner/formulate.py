@@ -8,7 +8,7 @@ Variables
 Costs (solver.problem.LEVELS, integers compared lexicographically)
     `Weights.cost`      bytes not split on their home axis; bytes a rank; the gradient bucket
     `Prices.between`   time, number of collectives and of conversions of an edge
-    `_unary`            the index of a choice in its domain's fixed order
+    `_rank_choices`            the index of a choice in its domain's fixed order
 Constraints
     a parameter, or a value computed from parameters alone, is never gathered nor reduced.
 """
@@ -57,7 +57,7 @@ class PlacementProblem:
     uses: dict[Any, tuple[int, tuple[Strategy, ...]]]
     delivered: dict[Value, tuple[int, tuple[Delivered, ...]]]
     prices: dict[Value, Prices]
-    kept: dict[str | int, tuple[int, tuple[Placement, ...]]]
+    caches: dict[str | int, tuple[int, tuple[Placement, ...]]]
 
     @property
     def ways(self) -> dict[fx.Node, tuple[Strategy, ...]]:
@@ -67,7 +67,7 @@ class PlacementProblem:
 
 def formulate(analysis: Analysis, matching: Matching, terms: Terms) -> PlacementProblem:
     """The placement problem of `analysis` under `terms`."""
-    return _Formulation(analysis, matching, terms).posed()
+    return _Formulation(analysis, matching, terms).build()
 
 
 def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
@@ -77,7 +77,7 @@ def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.uses.items()},
         {n: domain[solution.choice[v]] for n, (v, domain) in posed.delivered.items()},
         posed.prices,
-        {k: domain[solution.choice[v]] for k, (v, domain) in posed.kept.items()},
+        {k: domain[solution.choice[v]] for k, (v, domain) in posed.caches.items()},
     )
 
 
@@ -93,48 +93,48 @@ class _Formulation:
         self.prices: dict[Value, Prices] = {}
         self.paddings: dict[Partition, Fraction] = {}
         self.weights = WeightCosts(analysis, matching, terms)
-        self.caches = CacheDomains(analysis, terms)
+        self.cache_domains = CacheDomains(analysis, terms)
         self.order = {n.name: k for k, n in enumerate(analysis.program.graph.nodes)}
         self.readers: dict[Value, list[tuple[Use | None, int]]] = defaultdict(list)
         self.makers: dict[Value, tuple[int, tuple[Placement, ...]]] = {}
         self.parameters: dict[str, tuple[int, tuple[Placement, ...]]] = {}
         self.uses: dict[Any, tuple[int, tuple[Strategy, ...]]] = {}
         self.delivered: dict[Value, tuple[int, tuple[Delivered, ...]]] = {}
-        self.kept: dict[str | int, tuple[int, tuple[Placement, ...]]] = {}
+        self.caches: dict[str | int, tuple[int, tuple[Placement, ...]]] = {}
 
-    def posed(self) -> PlacementProblem:
+    def build(self) -> PlacementProblem:
         """The whole problem."""
-        chosen = {node: self._strategies(use) for node, use in self.analysis.uses.items()}
+        chosen = {node: self._derive_strategies(use) for node, use in self.analysis.uses.items()}
         self._find_readers()
-        self._inputs(chosen)
+        self._add_inputs(chosen)
         for name, node in self.analysis.parameters.items():
-            self._parameter(name, (node, 0), chosen)
+            self._add_parameter(name, (node, 0), chosen)
         for node, use in self.analysis.uses.items():
-            self._use(use, chosen[node])
+            self._add_use(use, chosen[node])
             for number in range(len(use.rule.results)):
-                self._deliver((node, number), chosen)
+                self._add_delivered((node, number), chosen)
         for use in self.analysis.uses.values():
-            self._read(use)
-        self._outputs()
+            self._connect_operands(use)
+        self._connect_outputs()
         problem = Problem(LEVELS, tuple(self.variables), tuple(self.edges))
         return PlacementProblem(
-            problem, self.parameters, self.uses, self.delivered, self.prices, self.kept
+            problem, self.parameters, self.uses, self.delivered, self.prices, self.caches
         )
 
     def _find_readers(self) -> None:
         for value in self.analysis.dims:
             self.readers[value] += self.analysis.readers[value]
-        for value in self._output_values():
+        for value in self._list_output_values():
             self.readers[value].append((None, 0))
-        for kept in self.caches.outputs:
+        for kept in self.cache_domains.outputs:
             self.readers[kept.value].append((None, kept.number))
 
-    def _output_values(self) -> list[Value]:
+    def _list_output_values(self) -> list[Value]:
         found = list_model_outputs(self.analysis)
         every = [find_source(n) for n in self.analysis.program.graph.output_node().all_input_nodes]
         return [v for v in dict.fromkeys(every) if v in found and v in self.analysis.dims]
 
-    def _strategies(self, use: Use) -> tuple[Strategy, ...]:
+    def _derive_strategies(self, use: Use) -> tuple[Strategy, ...]:
         analysis = self.analysis
         stops = use.row.stops if use.row else frozenset[int]()
         facts = Facts(
@@ -164,41 +164,41 @@ class _Formulation:
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
 
-    def _add(self, name: str, labels: Sequence[str], costs: NDArray[np.int64]) -> int:
+    def _add_variable(self, name: str, labels: Sequence[str], costs: NDArray[np.int64]) -> int:
         self.variables.append(Variable(name, tuple(labels), costs))
         return len(self.variables) - 1
 
-    def _unary(self, size: int) -> NDArray[np.int64]:
+    def _rank_choices(self, size: int) -> NDArray[np.int64]:
         costs = np.zeros((len(LEVELS), size), np.int64)
         costs[_INDEX] = np.arange(size)
         return costs
 
-    def _shared(self, key: object, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    def _share_costs(self, key: object, make: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
         found = self.unary.get(key)
         if found is None:
             found = self.unary[key] = make()
         return found
 
-    def _inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
+    def _add_inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
         """Inputs whose gradient is wanted, whole on every rank as it is; those of a cache."""
         for node in self.analysis.program.graph.find_nodes(op="placeholder"):
             value = (node, 0)
             if value in self.analysis.dims:
-                domain = self.caches.taken(node, self._wanted(value, chosen))
-                self.makers[value] = self._chosen(node.name, domain)
-                if node in self.caches.paths:
-                    self.kept[node.name] = self.makers[value]
-                self._deliver(value, chosen)
+                domain = self.cache_domains.list_input_placements(node, self._list_requested(value, chosen))
+                self.makers[value] = self._add_placement(node.name, domain)
+                if node in self.cache_domains.paths:
+                    self.caches[node.name] = self.makers[value]
+                self._add_delivered(value, chosen)
 
-    def _chosen(self, name: str, domain: Sequence[Placement]) -> tuple[int, tuple[Placement, ...]]:
+    def _add_placement(self, name: str, domain: Sequence[Placement]) -> tuple[int, tuple[Placement, ...]]:
         """A variable whose choices cost nothing by themselves."""
-        costs = self._shared(len(domain), lambda: self._unary(len(domain)))
-        return self._add(name, [str(p) for p in domain], costs), tuple(domain)
+        costs = self._share_costs(len(domain), lambda: self._rank_choices(len(domain)))
+        return self._add_variable(name, [str(p) for p in domain], costs), tuple(domain)
 
-    def _parameter(
+    def _add_parameter(
         self, name: str, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]
     ) -> None:
-        wanted = self._wanted(value, chosen)
+        wanted = self._list_requested(value, chosen)
         domain = [REPLICATED]
         if self.terms.training and value in self.analysis.differentiable:
             domain.append(SHARED)
@@ -207,23 +207,23 @@ class _Formulation:
         if allowed is not None:
             possible, domain = domain, [p for p in domain if allowed(p)]
             if not domain:
-                raise PlanError(allowed.refusal(possible))
-        costs = self._parameter_costs(name, value, domain)
-        variable = self._add(name, [str(p) for p in domain], costs)
+                raise PlanError(allowed.explain_refusal(possible))
+        costs = self._cost_parameter(name, value, domain)
+        variable = self._add_variable(name, [str(p) for p in domain], costs)
         self.parameters[name] = (variable, tuple(domain))
         self.makers[value] = (variable, tuple(domain))
-        self._deliver(value, chosen)
+        self._add_delivered(value, chosen)
 
-    def _parameter_costs(
+    def _cost_parameter(
         self, name: str, value: Value, domain: Sequence[Placement]
     ) -> NDArray[np.int64]:
-        costs = self._unary(len(domain))
+        costs = self._rank_choices(len(domain))
         for k, placement in enumerate(domain):
             told = self.weights.cost(name, value, placement)
-            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, told.held
-        return self._shared(costs.tobytes(), lambda: costs)
+            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, costs_of.local
+        return self._share_costs(costs.tobytes(), lambda: costs)
 
-    def _wanted(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
+    def _list_requested(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
         """Every placement in which some reader may want `value`."""
         wanted: dict[Placement, None] = {}
         for use, k in self.readers[value]:
@@ -231,47 +231,47 @@ class _Formulation:
             wanted.update(dict.fromkeys(found))
         return list(wanted)
 
-    def _use(self, use: Use, domain: tuple[Strategy, ...]) -> None:
-        costs = self._shared(
-            ("use", self._sliced(use, domain)), lambda: self._use_costs(use, domain)
+    def _add_use(self, use: Use, domain: tuple[Strategy, ...]) -> None:
+        costs = self._share_costs(
+            ("use", self._count_slices(use, domain)), lambda: self._cost_use(use, domain)
         )
-        variable = self._add(use.node.name, [s.label for s in domain], costs)
+        variable = self._add_variable(use.node.name, [s.label for s in domain], costs)
         self.uses[use.node] = (variable, domain)
         for number in range(len(use.rule.results)):
             self.makers[(use.node, number)] = (variable, tuple(s.results[number] for s in domain))
 
-    def _sliced(self, use: Use, domain: tuple[Strategy, ...]) -> tuple[int, ...]:
+    def _count_slices(self, use: Use, domain: tuple[Strategy, ...]) -> tuple[int, ...]:
         """For each strategy, how many constant operands it slices."""
         constant = [k for k, o in enumerate(use.operands) if o.value not in self.analysis.dims]
         cut = [[s.operands[k] for k in constant] for s in domain]
         return tuple(sum(p.is_split or p.kind == "P" for p in row) for row in cut)
 
-    def _use_costs(self, use: Use, domain: tuple[Strategy, ...]) -> NDArray[np.int64]:
-        costs = self._unary(len(domain))
-        costs[_CONVERSIONS] = self._sliced(use, domain)
+    def _cost_use(self, use: Use, domain: tuple[Strategy, ...]) -> NDArray[np.int64]:
+        costs = self._rank_choices(len(domain))
+        costs[_CONVERSIONS] = self._count_slices(use, domain)
         return costs
 
-    def _deliver(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
+    def _add_delivered(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
         """A delivered variable for a value with several readers."""
         if len(self.readers[value]) < 2 or value not in self.makers:
             return
         maker, made = self.makers[value]
-        wanted = self._wanted(value, chosen)
+        wanted = self._list_requested(value, chosen)
         singles = list(dict.fromkeys([*wanted, *made]))
         pairs = [(p, q) for i, p in enumerate(wanted) for q in wanted[i + 1 :]]
         domain: list[Delivered] = [(p,) for p in singles] + pairs
         labels = ["+".join(str(p) for p in d) for d in domain]
         name = f"{value[0].name}.{value[1]} delivered"
-        variable = self._add(
-            name, labels, self._shared(len(domain), lambda: self._unary(len(domain)))
+        variable = self._add_variable(
+            name, labels, self._share_costs(len(domain), lambda: self._rank_choices(len(domain)))
         )
         self.delivered[value] = (variable, tuple(domain))
-        prices = self._price(value)
-        self._edge(maker, variable, made, domain, prices, prices.tree, "tree")
+        prices = self._find_prices(value)
+        self._add_edge(maker, variable, made, domain, prices, prices.tree, "tree")
 
     # ── edges ────────────────────────────────────────────────────────────────────────────────
 
-    def _price(self, value: Value) -> Prices:
+    def _find_prices(self, value: Value) -> Prices:
         found = self.prices.get(value)
         if found is None:
             found = self.prices[value] = Prices(
@@ -283,30 +283,30 @@ class _Formulation:
                 self.terms.tp,
                 self.terms.request.machine,
                 self.terms.everything,
-                lambda placement: self._padding(placement.partition),
+                lambda placement: self._find_padding(placement.partition),
             )
         return found
 
-    def _padding(self, partition: Partition) -> Fraction:
+    def _find_padding(self, partition: Partition) -> Fraction:
         found = self.paddings.get(partition)
         if found is None:
             found = self.analysis.forest.padding(partition, self.terms.tp)
             self.paddings[partition] = found
         return found
 
-    def _read(self, use: Use) -> None:
+    def _connect_operands(self, use: Use) -> None:
         """Edges from what each operand reads to the node."""
         variable, domain = self.uses[use.node]
         for k, operand in enumerate(use.operands):
             if operand.value in self.analysis.dims:
                 keep = k in use.rule.bias
-                self._reader(operand.value, variable, [s.operands[k] for s in domain], keep)
+                self._connect_reader(operand.value, variable, [s.operands[k] for s in domain], keep)
 
-    def _reader(self, value: Value, reader: int, wanted: Sequence[Placement], keep: bool) -> None:
-        prices = self._price(value)
+    def _connect_reader(self, value: Value, reader: int, wanted: Sequence[Placement], keep: bool) -> None:
+        prices = self._find_prices(value)
         if value in self.delivered:
             source, sets = self.delivered[value]
-            self._edge(
+            self._add_edge(
                 source,
                 reader,
                 sets,
@@ -317,7 +317,7 @@ class _Formulation:
             )
         else:
             source, made = self.makers[value]
-            self._edge(
+            self._add_edge(
                 source,
                 reader,
                 made,
@@ -327,7 +327,7 @@ class _Formulation:
                 f"one{keep}",
             )
 
-    def _edge(
+    def _add_edge(
         self,
         first: int,
         second: int,
@@ -337,30 +337,30 @@ class _Formulation:
         cost: Callable[[Any, Any], Cost],
         kind: str,
     ) -> None:
-        same = _canonicalise(rows, columns, self._padding)
+        same = _canonicalise(rows, columns, self._find_padding)
         key = (kind, prices.size, prices.summed, prices.flows, prices.weight, same)
         table = self.tables.get(key)
         if table is None:
             table = self.tables[key] = _tabulate_costs(rows, columns, cost)
         self.edges.append(Edge(first, second, table))
 
-    def _outputs(self) -> None:
+    def _connect_outputs(self) -> None:
         """Outputs are whole on every rank: their readers are a variable with one choice.
 
         Those of a cache lie as they were made, and as what they take the place of.
         """
-        for kept in self.caches.outputs:
-            variable, domain = self.kept[kept.number] = self._chosen(
-                f"output {kept.number}", self.caches.given(kept, self.makers[kept.value][1])
+        for kept in self.cache_domains.outputs:
+            variable, domain = self.caches[kept.number] = self._add_placement(
+                f"output {kept.number}", self.cache_domains.list_output_placements(kept, self.makers[kept.value][1])
             )
-            self._reader(kept.value, variable, domain, keep=False)
+            self._connect_reader(kept.value, variable, domain, keep=False)
             if kept.taken is not None:
                 taken, before = self.makers[(kept.taken, 0)]
-                self.edges.append(Edge(taken, variable, self.caches.tied(kept, before, domain)))
-        for value in self._output_values():
+                self.edges.append(Edge(taken, variable, self.cache_domains.tabulate_ties(kept, before, domain)))
+        for value in self._list_output_values():
             name = f"{value[0].name} output"
-            sink = self._add(name, ["R"], self._shared(1, lambda: self._unary(1)))
-            self._reader(value, sink, [REPLICATED], keep=False)
+            sink = self._add_variable(name, ["R"], self._share_costs(1, lambda: self._rank_choices(1)))
+            self._connect_reader(value, sink, [REPLICATED], keep=False)
 
 
 def _tabulate_costs(
@@ -395,7 +395,7 @@ class WeightCost(NamedTuple):
 
     home: int
     time: int
-    held: int
+    local: int
 
 
 class WeightCosts:
@@ -403,29 +403,29 @@ class WeightCosts:
 
     def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
         self.analysis, self.matching, self.terms = analysis, matching, terms
-        self.largest = max((self._bytes((n, 0)) for n in analysis.parameters.values()), default=0)
+        self.largest = max((self._count_bytes((n, 0)) for n in analysis.parameters.values()), default=0)
 
     def cost(self, name: str, value: Value, placement: Placement) -> WeightCost:
         """What parameter `name` costs in `placement`."""
-        size, split = self._bytes(value), self.analysis.split(value, placement)
-        home, off = self._home(name, size), 0
+        size, split = self._count_bytes(value), self.analysis.split(value, placement)
+        home, off = self._list_home_axes(name, size), 0
         if home and home.isdisjoint(placement.partition.axes):
             off = size
         elif home and split is not None:  # segments without the axis stay whole
             off = size * split.whole() // split.length()
         summed = self.terms.summed(self.analysis.metas[value])
-        return WeightCost(off, self._bucket(placement, split, summed), self._held(split, size))
+        return WeightCost(off, self._estimate_bucket_time(placement, split, summed), self._count_local_bytes(split, size))
 
-    def _bytes(self, value: Value) -> int:
+    def _count_bytes(self, value: Value) -> int:
         return self.analysis.metas[value].nbytes
 
-    def _held(self, split: Split | None, size: int) -> int:
+    def _count_local_bytes(self, split: Split | None, size: int) -> int:
         """The bytes that the fullest rank holds."""
         if split is None:
             return size
         return size * split.local_length(0, self.terms.tp) // split.length()
 
-    def _home(self, name: str, size: int) -> frozenset[str]:
+    def _list_home_axes(self, name: str, size: int) -> frozenset[str]:
         """Names of the axes one of which the parameter should be split along; empty if it is
         free.
         """
@@ -436,16 +436,16 @@ class WeightCosts:
         axes = self.matching.home.get(name, ())
         return frozenset(a.name for a in axes if a.units % tp == 0 or a.name in open_axes)
 
-    def _bucket(self, placement: Placement, split: Split | None, size: int) -> int:
+    def _estimate_bucket_time(self, placement: Placement, split: Split | None, size: int) -> int:
         """The time of a partial gradient's share of the bucket: its bytes, no latency."""
         if placement.kind == "R~":
-            return self._moving(size, self.terms.tp)
+            return self._estimate_transfer_time(size, self.terms.tp)
         if placement.kind != "S~" or split is None:
             return 0
         shared = split.copied(self.terms.tp).items()
-        return sum(self._moving(size * n // split.length(), p.count) for p, n in shared)
+        return sum(self._estimate_transfer_time(size * n // split.length(), p.count) for p, n in shared)
 
-    def _moving(self, size: int, ranks: int) -> int:
+    def _estimate_transfer_time(self, size: int, ranks: int) -> int:
         machine = self.terms.request.machine
         nothing = estimate_time_ps("all_reduce", 0, ranks, machine)
         return estimate_time_ps("all_reduce", size, ranks, machine) - nothing
@@ -466,20 +466,20 @@ class CacheDomains:
         self.outputs = list_cache_outputs(analysis)
         self.paths = {kept.taken: kept.path for kept in self.outputs if kept.taken}
 
-    def taken(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
+    def list_input_placements(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
         """How an input may lie: whole if it is no cache's, else as readers want it."""
         path = self.paths.get(node)
         if path is None:
             return [REPLICATED]
         cuts = sorted(p for p in wanted if p.kind == "S")
-        return self._as_before(path, (node, 0), [REPLICATED, *cuts])
+        return self._filter_by_record(path, (node, 0), [REPLICATED, *cuts])
 
-    def given(self, kept: CacheOutput, made: Sequence[Placement]) -> list[Placement]:
+    def list_output_placements(self, kept: CacheOutput, made: Sequence[Placement]) -> list[Placement]:
         """How an output may lie: as it was made, or whole."""
         cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
-        return self._as_before(kept.path, kept.value, [REPLICATED, *cuts])
+        return self._filter_by_record(kept.path, kept.value, [REPLICATED, *cuts])
 
-    def tied(
+    def tabulate_ties(
         self, kept: CacheOutput, before: Sequence[Placement], after: Sequence[Placement]
     ) -> NDArray[np.int64]:
         """The costs of an edge by which an output lies as the input whose place it takes."""
@@ -490,7 +490,7 @@ class CacheDomains:
         table[LEVELS.index("forbidden")] = [[came != goes for goes in outs] for came in ins]
         return table
 
-    def _as_before(self, path: str, value: Value, domain: Sequence[Placement]) -> list[Placement]:
+    def _filter_by_record(self, path: str, value: Value, domain: Sequence[Placement]) -> list[Placement]:
         """What of `domain` is left where calls before this one have left the tensor somehow."""
         record = self.terms.caches.get(path)
         # another class of cache may keep another tensor at that path

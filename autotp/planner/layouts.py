@@ -31,7 +31,7 @@ class Layouts:
         self.analysis, self.matching = analysis, matching
         self.experts = {axis.name for axis in matching.experts.values()}
 
-    def of(self, name: str, placement: Placement) -> str:
+    def name_layout(self, name: str, placement: Placement) -> str:
         """The layout of parameter `name` in `placement`."""
         if name not in self.analysis.parameters:
             return "replicated"
@@ -44,7 +44,7 @@ class Layouts:
         opens = pair is not None and pair.vocabulary and name in pair.openers
         if pair is not None and opens and {a.name for a in pair.axes} & set(axes):
             return "vocabulary"
-        return "row" if self._contracted(name, axes) else "column"
+        return "row" if self._is_contracted_along(name, axes) else "column"
 
     def fits(self, name: str, placement: Placement, layout: str) -> bool:
         """Whether `placement` is what an override that asks for `layout` may mean."""
@@ -53,9 +53,9 @@ class Layouts:
         axes = placement.partition.axes
         if self.is_by_expert(name, axes):
             return layout == "expert"
-        contracted = self._contracted(name, axes)
+        contracted = self._is_contracted_along(name, axes)
         plain = "row" if contracted else "column"  # a head along the vocabulary is column-parallel
-        return layout in (plain, self.of(name, placement))
+        return layout in (plain, self.name_layout(name, placement))
 
     def is_by_expert(self, name: str, axes: Iterable[str]) -> bool:
         """Whether a weight or bias of experts is cut along their axis."""
@@ -74,21 +74,21 @@ class Layouts:
             return False
         return all(
             use.rule.ruled
-            and self._product(use, k) is None
+            and self._find_product(use, k) is None
             and all(f.kind != "reduce" for f in use.rule.factors)
             for use, k in self.analysis.readers_of_parameter(name)
         )
 
     def is_bias(self, name: str) -> bool:
         """Whether a parameter is only ever added to a product."""
-        return bool(self.products(name))
+        return bool(self.find_products(name))
 
-    def products(self, name: str) -> list[fx.Node]:
+    def find_products(self, name: str) -> list[fx.Node]:
         """The products that a parameter is only ever added to; empty if it is read otherwise."""
-        found = [self._product(use, k) for use, k in self.analysis.readers_of_parameter(name)]
+        found = [self._find_product(use, k) for use, k in self.analysis.readers_of_parameter(name)]
         return [node for node in found if node] if None not in found else []
 
-    def _product(self, use: Use, k: int) -> fx.Node | None:
+    def _find_product(self, use: Use, k: int) -> fx.Node | None:
         """The product that operand `k` is added to, in the same op or right after it."""
         if k in use.rule.bias:
             return use.node
@@ -99,7 +99,7 @@ class Layouts:
             return None
         return product.node
 
-    def _contracted(self, name: str, axes: tuple[str, ...]) -> bool:
+    def _is_contracted_along(self, name: str, axes: tuple[str, ...]) -> bool:
         for use, k in self.analysis.readers_of_parameter(name):
             for factor in use.rule.factors:
                 leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}

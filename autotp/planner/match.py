@@ -47,9 +47,9 @@ class _Reach:
 
 def match(analysis: Analysis, rulebook: Rulebook) -> Matching:
     """The pairs of an analysed program, with roles from the rulebook."""
-    found = _PairFinder(analysis, rulebook).matching()
+    found = _PairFinder(analysis, rulebook).find_pairs()
     rest = frozenset(analysis.parameters) - set(found.home)
-    summed = _PairFinder(analysis, rulebook, rest).matching() if len(rest) > 1 else Matching()
+    summed = _PairFinder(analysis, rulebook, rest).find_pairs() if len(rest) > 1 else Matching()
     return add_experts(analysis, found, summed)
 
 
@@ -72,41 +72,41 @@ class _PairFinder:
         self.interior: dict[Atom, set[str]] = defaultdict(set)
         self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
         self.produced: set[Atom] = set()  # the axes of openers that no activation brings along
-        self.tables: set[str] = set()
+        self.embeddings: set[str] = set()
         self.heads: set[str] = set()
         self.families: nx.Graph[Atom] = nx.Graph()
         self.origins: dict[Value, tuple[str, ...]] = {}
 
     # ── openers ──────────────────────────────────────────────────────────────────────────────
 
-    def open_all(self) -> None:
+    def open_pairs(self) -> None:
         """Walk forward from every opener and every looked-up table."""
         for use in self.analysis.uses.values():
             for k, operand in enumerate(use.operands):
                 if operand.value in self.analysis.weights and operand.value in self.analysis.dims:
-                    self._weight(use, k)
+                    self._visit_weight(use, k)
 
-    def _weight(self, use: Use, k: int) -> None:
-        names = self._parameters(use.operands[k].value)
+    def _visit_weight(self, use: Use, k: int) -> None:
+        names = self._list_parameters(use.operands[k].value)
         if self.rest is not None and not self.rest.issuperset(names):
             return
         if is_vocabulary(use, k, self.analysis, self.rulebook):
-            for atom in self._table_axes(use, k):
+            for atom in self._list_embedding_axes(use, k):
                 _extend(self.vocabulary[atom], names)
-            self.tables.update(names)
+            self.embeddings.update(names)
         elif self.contracts(use, k):
-            for atom in self._produced(use, k):
-                if self._open(use, atom, names):
+            for atom in self._list_produced_axes(use, k):
+                if self._open_axis(use, atom, names):
                     self.produced.add(atom)
             for atom in self.forest.leaves(use.rule.extra.get("groups", ((),))[0]):
-                self._open(use, atom, names)
+                self._open_axis(use, atom, names)
 
-    def _open(self, use: Use, atom: Atom, names: tuple[str, ...]) -> bool:
+    def _open_axis(self, use: Use, atom: Atom, names: tuple[str, ...]) -> bool:
         """Note what `atom` meets on its way from `use`; whether that is a clean way to a closer.
 
         The groups of a product are opened too: each rank takes some of them from a whole value.
         """
-        reach = self.reach((use.node, 0), atom)
+        reach = self.trace_axis((use.node, 0), atom)
         if self.rest is not None and (reach.output or not reach.closers <= self.rest):
             return False
         if not reach.clean:
@@ -137,7 +137,7 @@ class _PairFinder:
                     return True
         return False
 
-    def _produced(self, use: Use, k: int) -> Iterable[Atom]:
+    def _list_produced_axes(self, use: Use, k: int) -> Iterable[Atom]:
         """Axes of operand `k` that pass to a result and that no activation brings along."""
         for factor in use.rule.factors:
             operands = {s for s, _ in factor.slots if s >= 0}
@@ -147,31 +147,31 @@ class _PairFinder:
                     a for a in self.forest.leaves(factor.dim) if a.is_splittable
                 )
 
-    def _table_axes(self, use: Use, k: int) -> Iterable[Atom]:
+    def _list_embedding_axes(self, use: Use, k: int) -> Iterable[Atom]:
         for factor in use.rule.factors:
             if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
                 yield from (a for a in self.forest.leaves(factor.dim) if a.is_splittable)
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────
 
-    def reach(self, start: Value, axis: Atom) -> _Reach:
+    def trace_axis(self, start: Value, axis: Atom) -> _Reach:
         """What `axis` meets from `start` on, by passing factors; stops at the first unclean op."""
         reach, seen, todo = _Reach(), {start}, [start]
         while todo and reach.clean:
             value = todo.pop(0)
             reach.output |= value in self.outputs
             for use, k in self.analysis.readers[value]:
-                for found in self._step(use, k, axis, reach):
+                for found in self._follow_axis(use, k, axis, reach):
                     if found not in seen:
                         seen.add(found)
                         todo.append(found)
         return reach
 
-    def _step(self, use: Use, k: int, axis: Atom, reach: _Reach) -> Iterable[Value]:
+    def _follow_axis(self, use: Use, k: int, axis: Atom, reach: _Reach) -> Iterable[Value]:
         """The results of `use` that carry `axis` on; notes closers and unclean ops."""
-        touched = self._touched(use, k, axis)
+        touched = self._find_factors(use, k, axis)
         if any(f.kind == "reduce" for f in touched):
-            closers = self._products(use, k, touched)
+            closers = self._find_partners(use, k, touched)
             reach.closers |= closers
             reach.clean &= bool(closers) or self.rest is not None
             return ()
@@ -182,25 +182,25 @@ class _PairFinder:
             reach.clean = False
             return ()
         reach.interior.add(str(use.node.target))
-        reach.grouped |= self._products(use, k, touched)
-        if self._mixes(use):
-            reach.together += self._together(use, k)
+        reach.grouped |= self._find_partners(use, k, touched)
+        if self._mixes_activations(use):
+            reach.together += self._list_family_axes(use, k)
         results = {
-            ~s for f in touched for s, d in f.slots if s < 0 and self._carries(use, s, d, axis)
+            ~s for f in touched for s, d in f.slots if s < 0 and self._carries_axis(use, s, d, axis)
         }
         return [(use.node, r) for r in sorted(results)]
 
-    def _touched(self, use: Use, k: int, axis: Atom) -> list[Factor]:
+    def _find_factors(self, use: Use, k: int, axis: Atom) -> list[Factor]:
         return [
             f
             for f in use.rule.factors
             if any(s == k for s, _ in f.slots) and self.forest.contains(f.dim, axis)
         ]
 
-    def _carries(self, use: Use, slot: int, dim: int, axis: Atom) -> bool:
+    def _carries_axis(self, use: Use, slot: int, dim: int, axis: Atom) -> bool:
         return self.forest.contains(use.rule.results[~slot][dim], axis)
 
-    def _products(self, use: Use, k: int, touched: Sequence[Factor]) -> set[str]:
+    def _find_partners(self, use: Use, k: int, touched: Sequence[Factor]) -> set[str]:
         """Parameters that share factors with operand `k`, if `use` is a product with a weight.
 
         Where the factors are contracted those are closers, and where they pass grouped: each group
@@ -209,9 +209,9 @@ class _PairFinder:
         shared = {s for f in touched for s, _ in f.slots if s >= 0 and s != k}
         others = [use.operands[i].value for i in shared if self.contracts(use, i)]
         weights = [value for value in others if value in self.analysis.weights]
-        return {name for value in weights for name in self._parameters(value)}
+        return {name for value in weights for name in self._list_parameters(value)}
 
-    def _mixes(self, use: Use) -> bool:
+    def _mixes_activations(self, use: Use) -> bool:
         """Whether activations are multiplied with each other over some dim (attention)."""
         for factor in use.rule.factors:
             operands = [s for s, _ in factor.slots if s >= 0]
@@ -219,13 +219,13 @@ class _PairFinder:
                 return not any(use.operands[s].value in self.analysis.weights for s in operands)
         return False
 
-    def _together(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
+    def _list_family_axes(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
         """Static axes that share a dim of operand `k`: factors of one head dim."""
         dims = use.operands[k].dims
         groups = [tuple(a for a in self.forest.leaves(d) if a.is_splittable) for d in dims]
         return [g for g in groups if len(g) > 1]
 
-    def _parameters(self, value: Value) -> tuple[str, ...]:
+    def _list_parameters(self, value: Value) -> tuple[str, ...]:
         """Names of the parameters that a weight value is made of."""
         found = self.origins.get(value)
         if found is None:
@@ -235,15 +235,15 @@ class _PairFinder:
             else:
                 use = self.analysis.uses.get(node)
                 operands = use.operands if use else ()
-                found = tuple(dict.fromkeys(n for o in operands for n in self._parameters(o.value)))
+                found = tuple(dict.fromkeys(n for o in operands for n in self._list_parameters(o.value)))
             self.origins[value] = found
         return found
 
     # ── pairs and homes ──────────────────────────────────────────────────────────────────────
 
-    def matching(self) -> Matching:
+    def find_pairs(self) -> Matching:
         """Pairs by family, the vocabulary first, and each parameter's home."""
-        self.open_all()
+        self.open_pairs()
         out = Matching()
         for atom, names in self.vocabulary.items():
             out.pairs.append(
@@ -259,11 +259,11 @@ class _PairFinder:
         for family in nx.connected_components(self.families.subgraph(self.openers)):
             axes = tuple(sorted(family, key=lambda a: a.number))
             if not any(a in self.vocabulary for a in axes):
-                out.pairs.append(self._pair(self._major_first(axes)))
-        self._settle(out)
+                out.pairs.append(self._build_pair(self._order_major_first(axes)))
+        self._assign_pairs(out)
         return out
 
-    def _major_first(self, axes: tuple[Atom, ...]) -> tuple[Atom, ...]:
+    def _order_major_first(self, axes: tuple[Atom, ...]) -> tuple[Atom, ...]:
         """Axes in the order in which the widest opener's dim has them; without one that has all,
         those of the most openers first.
         """
@@ -276,7 +276,7 @@ class _PairFinder:
                 return tuple(dict.fromkeys(order))
         return tuple(sorted(axes, key=lambda a: -len(self.openers[a])))
 
-    def _pair(self, axes: tuple[Atom, ...]) -> AxisPair:
+    def _build_pair(self, axes: tuple[Atom, ...]) -> AxisPair:
         # what makes the groups that others take from whole values need not make them cut
         inner = [n for a in axes if a in self.produced for n in self.followers[a]]
         inner += [n for a in axes for n in self.grouped[a]]
@@ -284,13 +284,13 @@ class _PairFinder:
         closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
         inside = frozenset(op for a in axes for op in self.interior[a])
         role = next(r for r in self.rulebook.roles if not r.inside or r.inside & inside)
-        return AxisPair(axes, self._in_order(openers), self._in_order(closers), role, False, inside)
+        return AxisPair(axes, self._sort_parameters(openers), self._sort_parameters(closers), role, False, inside)
 
-    def _in_order(self, names: Iterable[str]) -> tuple[str, ...]:
+    def _sort_parameters(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)
         return tuple(n for n in self.analysis.parameters if n in wanted)
 
-    def _settle(self, out: Matching) -> None:
+    def _assign_pairs(self, out: Matching) -> None:
         """Give each parameter the pair that most parameter bytes share; drop pairs without any.
 
         A pair whose closers have all settled elsewhere joins nothing (the head size of a lone
@@ -302,23 +302,23 @@ class _PairFinder:
             for p in out.pairs
         }
         while True:
-            out.pair_of = self._settled(out.pairs, weight)
+            out.pair_of = self._choose_pairs(out.pairs, weight)
             joined = {p for n, p in out.pair_of.items() if p.vocabulary or n in p.closers}
             if joined >= set(out.pair_of.values()):
                 break
             out.pairs = [p for p in out.pairs if p in joined]
-        beside = {n: self._beside(n, p, out.pairs, weight) for n, p in out.pair_of.items()}
+        beside = {n: self._list_adjacent_pairs(n, p, out.pairs, weight) for n, p in out.pair_of.items()}
         settled = set(out.pair_of.values())
         out.pairs = [p for p in out.pairs if p in settled or _can_merge(p, beside)]
         for name, pair in out.pair_of.items():
             inside = (p for p in out.pairs if name in (*p.openers, *p.closers))
             others = beside[name] if pair.vocabulary else inside  # in a chain the costs decide
             mine = (pair, *(p for p in others if p in out.pairs and not p.vocabulary))
-            spare = self._spare(name, pair, every)
-            of = dict.fromkeys(a for p in (*mine, *spare) for a in self._home(name, p))
+            spare = self._list_spare_pairs(name, pair, every)
+            of = dict.fromkeys(a for p in (*mine, *spare) for a in self._list_home_axes(name, p))
             out.home[name] = tuple(of)
 
-    def _beside(
+    def _list_adjacent_pairs(
         self,
         name: str,
         settled: AxisPair,
@@ -339,7 +339,7 @@ class _PairFinder:
                 kept += [pair] if own and not pair.vocabulary else []
         return kept[1:]
 
-    def _settled(
+    def _choose_pairs(
         self, pairs: list[AxisPair], weight: Mapping[AxisPair, Fraction | int]
     ) -> dict[str, AxisPair]:
         found: dict[str, AxisPair] = {}
@@ -348,7 +348,7 @@ class _PairFinder:
             plain = [p for p in mine if not p.vocabulary]
             closed = [p for p in plain if name in p.closers]
             heads = any(p.vocabulary and name in p.openers for p in mine)
-            if name not in self.tables and (closed or not heads):
+            if name not in self.embeddings and (closed or not heads):
                 # the last closer's own output is no vocabulary, nor is a residual put out
                 grouped = [p for p in mine if p not in closed and self._is_grouped(name, p)]
                 mine = closed + grouped if closed else plain or mine
@@ -359,15 +359,15 @@ class _PairFinder:
     def _is_grouped(self, name: str, pair: AxisPair) -> bool:
         return any(name in self.grouped[a] for a in pair.axes)
 
-    def _spare(self, name: str, pair: AxisPair, pairs: Iterable[AxisPair]) -> Iterable[AxisPair]:
+    def _list_spare_pairs(self, name: str, pair: AxisPair, pairs: Iterable[AxisPair]) -> Iterable[AxisPair]:
         """Other pairs of a parameter whose own has groups of channels, which may be few."""
         if any(self.grouped[a] for a in pair.axes):
             yield from (p for p in pairs if p is not pair and name in (*p.openers, *p.closers))
 
-    def _home(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
+    def _list_home_axes(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
-        if name in self.tables - self.heads:  # a tied table follows its head
+        if name in self.embeddings - self.heads:  # a tied table follows its head
             return tuple(dict.fromkeys(a for a in leaves if a.is_splittable))
         return tuple(a for a in pair.axes if a in leaves)
 

@@ -48,8 +48,8 @@ def propagate(
     The rule of an op that acts on parameters and has no row is found by running it, and holds for
     the backward pass too if `gradients` are wanted. In strict mode it raises UnknownOpError.
     """
-    tried = None if strict else partial(discovered, gradients=gradients)
-    reader = _Reader(program, frozenset(parameters), rulebook, tried)
+    discover = None if strict else partial(discovered, gradients=gradients)
+    reader = _Reader(program, frozenset(parameters), rulebook, discover)
     for node in program.graph.nodes:
         reader.visit(node)
     if strict and reader.analysis.unruled:
@@ -69,7 +69,7 @@ def _describe_unknown_ops(nodes: Sequence[fx.Node]) -> str:
     return (
         f"node {first.name} in {path}{source}: op {first.target} has no rule, and "
         f"strict=True{more}. Pass a TOML file with a row for it as rules= "
-        "(docs/how-to/add-a-rule.md), or leave strict off: the op is then tried, and runs on "
+        "(docs/how-to/add-a-rule.md), or leave strict off: the op is then discover, and runs on "
         "replicated operands if no rule is found."
     )
 
@@ -82,16 +82,16 @@ class _Reader:
         program: Program,
         parameters: frozenset[str],
         rulebook: Rulebook,
-        tried: Callable[[Opaque], Discovery] | None,
+        discover: Callable[[Opaque], Discovery] | None,
     ) -> None:
         stops = {op: row.stops for op, row in rulebook.rows.items() if row.stops}
         self.analysis = Analysis(program, Forest(), stops=stops, differing=rulebook.differing)
         self.forest = self.analysis.forest
-        self.parameters, self.rulebook, self.tried = parameters, rulebook, tried
+        self.parameters, self.rulebook, self.discover = parameters, rulebook, discover
         self.orders = Orders(rulebook.rows)
         self.sizes = Sizes()
         self.data = {n.replace(".", "_"): set(dims) for n, dims in program.data_dims.items()}
-        self.kept = {c.taken.replace(".", "_") for c in program.carried.values()}
+        self.cache_inputs = {c.taken.replace(".", "_") for c in program.carried.values()}
         self.from_input: set[fx.Node] = set()  # values, not sizes, of an input reach these nodes
 
     def visit(self, node: fx.Node) -> None:
@@ -101,13 +101,13 @@ class _Reader:
         ):
             self.from_input.add(node)
         if node.op == "get_attr" and node.target in self.parameters:
-            self._parameter(node)
+            self._define_parameter(node)
         elif node.op == "placeholder":
-            self._input(node)
+            self._define_input(node)
         elif node.op == "call_function" and find_source(node)[0] is node:
-            self._call(node)
+            self._visit_call(node)
 
-    def _parameter(self, node: fx.Node) -> None:
+    def _define_parameter(self, node: fx.Node) -> None:
         meta = cast(torch.Tensor, node.meta["val"])
         value = (node, 0)
         self._define(value, meta, tuple(self.forest.dim(s) for s in self.sizes.of(meta)))
@@ -116,11 +116,11 @@ class _Reader:
         if meta.is_floating_point():
             self.analysis.differentiable.add(value)
 
-    def _input(self, node: fx.Node) -> None:
+    def _define_input(self, node: fx.Node) -> None:
         meta = node.meta.get("val")
         if not isinstance(meta, torch.Tensor):
             return
-        kept = node.target in self.kept and meta.is_floating_point() and 0 not in meta.shape
+        kept = node.target in self.cache_inputs and meta.is_floating_point() and 0 not in meta.shape
         if meta.requires_grad or kept:
             data = self.data.get(str(node.target), set())
             dims = [self.forest.dim(s, data=i in data) for i, s in enumerate(self.sizes.of(meta))]
@@ -132,24 +132,24 @@ class _Reader:
         self.analysis.dims[value] = dims
         self.analysis.metas[value] = meta
 
-    def _call(self, node: fx.Node) -> None:
+    def _visit_call(self, node: fx.Node) -> None:
         if node.target is torch.ops.aten.sym_size.int:
             return  # free sizes are of the data, and no part of a value has others
         found = list(_list_tensors(node))
         if not any(find_source(n) in self.analysis.dims for n, _, _ in found):
             return
         row = self.rulebook.rows.get(str(node.target))
-        operands = tuple(self._operand(n, argument, item) for n, argument, item in found)
+        operands = tuple(self._read_operand(n, argument, item) for n, argument, item in found)
         metas = list_results(node)
-        rule = apply(self._call_of(node, operands, metas, row)) if row else None
-        if rule is None and self.tried and metas:
-            rule = self._discovered(node, operands, metas, self.tried)
+        rule = apply(self._describe_call(node, operands, metas, row)) if row else None
+        if rule is None and self.discover and metas:
+            rule = self._discover_rule(node, operands, metas, self.discover)
         if rule is None:
-            rule = self._unruled(node, operands, metas)
+            rule = self._build_unruled_rule(node, operands, metas)
         self.analysis.uses[node] = Use(node, operands, rule, row)
-        self._results(node, operands, rule, metas)
+        self._define_results(node, operands, rule, metas)
 
-    def _operand(self, node: fx.Node, argument: int | str, item: int) -> Operand:
+    def _read_operand(self, node: fx.Node, argument: int | str, item: int) -> Operand:
         value = find_source(node)
         dims = self.analysis.dims.get(value)
         if dims is None:
@@ -161,7 +161,7 @@ class _Reader:
             dims = tuple(self.forest.dim(s, data=i in data) for i, s in enumerate(sizes))
         return Operand(value, dims, argument, item)
 
-    def _call_of(
+    def _describe_call(
         self,
         node: fx.Node,
         operands: tuple[Operand, ...],
@@ -174,25 +174,25 @@ class _Reader:
         dims = [o.dims for o in operands]
         return Call(self.forest, dims, sizes, positions, arguments, row, self.orders)
 
-    def _discovered(
+    def _discover_rule(
         self,
         node: fx.Node,
         operands: tuple[Operand, ...],
         metas: dict[int, torch.Tensor],
-        tried: Callable[[Opaque], Discovery],
+        discover: Callable[[Opaque], Discovery],
     ) -> NodeRule | None:
         """The rule that trying the op finds, if it does."""
         call = opaque_of(node, operands, metas, self.sizes)
         unfit = isinstance(call, str)
-        found = Discovery(str(node.target), None, call) if unfit else tried(call)
+        found = Discovery(str(node.target), None, call) if unfit else discover(call)
         row = found.row
-        rule = row and bound(row, self._call_of(node, operands, metas, row))
+        rule = row and bound(row, self._describe_call(node, operands, metas, row))
         if row and rule is None:
             found = Discovery(found.op, None, f"the rule found, {row}, does not fit its sizes")
         self.analysis.discovered[node] = found
         return rule
 
-    def _unruled(
+    def _build_unruled_rule(
         self, node: fx.Node, operands: tuple[Operand, ...], metas: dict[int, torch.Tensor]
     ) -> NodeRule:
         if metas:
@@ -209,7 +209,7 @@ class _Reader:
         ]
         return NodeRule(tuple(factors), tuple(results), ruled=False)
 
-    def _results(
+    def _define_results(
         self,
         node: fx.Node,
         operands: tuple[Operand, ...],

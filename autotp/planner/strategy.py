@@ -74,7 +74,7 @@ def derive_strategies(
     be summed `tp` times).
     """
     maker = _StrategyMaker(rule, facts, forest, tp, training, offers)
-    return tuple(maker.all())
+    return tuple(maker.derive())
 
 
 @dataclass(slots=True)
@@ -86,18 +86,18 @@ class _StrategyMaker:
     training: bool
     offers: Offers
 
-    def all(self) -> Iterator[Strategy]:
+    def derive(self) -> Iterator[Strategy]:
         count, results = len(self.facts.operands), len(self.rule.results)
         yield Strategy("replicated", (REPLICATED,) * count, (REPLICATED,) * results)
         if not self.rule.ruled or self.tp == 1:
             return
-        for number, partition in self.partitions():
-            strategy = self.split(number, partition)
+        for number, partition in self.list_partitions():
+            strategy = self.split_factor(number, partition)
             if strategy is not None:
                 yield strategy
-        yield from self.passing()
+        yield from self.pass_through()
 
-    def partitions(self) -> Iterator[tuple[int, Partition]]:
+    def list_partitions(self) -> Iterator[tuple[int, Partition]]:
         """What may be cut, with the number of the first factor that has it."""
         joint = dict.fromkeys(self.offers.joint)
         for number, factor in enumerate(self.rule.factors):
@@ -106,13 +106,13 @@ class _StrategyMaker:
                 if self._divides(axis):
                     yield number, Partition((Part(axis.name),))
                 elif axis.groups:
-                    yield from self._rows(number, axis)
+                    yield from self._partition_rows(number, axis)
             names = {leaf.name for leaf in leaves}
             for partition in [p for p in joint if not names.isdisjoint(p.axes)]:
                 del joint[partition]
                 yield number, partition
 
-    def _rows(self, number: int, rows: Atom) -> Iterator[tuple[int, Partition]]:
+    def _partition_rows(self, number: int, rows: Atom) -> Iterator[tuple[int, Partition]]:
         """Grouped rows cut together with all that is cut by their groups."""
         of, bounds = rows.groups.axis if rows.groups else "", rows.groups and rows.groups.bounds
         along = [f.dim for f in self.rule.factors if f.grouped == bounds]
@@ -127,16 +127,16 @@ class _StrategyMaker:
             return False
         return size % self.tp == 0 or (size >= self.tp and axis.name in self.offers.uneven)
 
-    def lacking(self, operand: int) -> Placement:
+    def place_operand_without(self, operand: int) -> Placement:
         """The placement of an operand that receives a partial gradient."""
         partial = self.training and operand in self.facts.differentiable
         return SHARED if partial else REPLICATED
 
-    def split(self, number: int, partition: Partition) -> Strategy | None:
+    def split_factor(self, number: int, partition: Partition) -> Strategy | None:
         """The strategy that cuts `partition` in factor `number`, or None if it is illegal."""
         rows = self.forest.grouped_rows(partition)
         bounds = rows.groups.bounds if rows and rows.groups else None
-        touched = self._touched(number, partition)
+        touched = self._find_split_factors(number, partition)
         kinds = ["pass" if f.grouped and f.grouped == bounds else f.kind for f in touched]
         reduced = [f for f, kind in zip(touched, kinds, strict=True) if kind == "reduce"]
         if "whole" in kinds or (reduced and len(touched) > 1):
@@ -146,7 +146,7 @@ class _StrategyMaker:
         if not all(self._fits(f, partition) for f in touched):
             return None
         slots = {slot for f in touched for slot in f.slots}
-        place = self._placed if rows is None else self._with_rows(rows)
+        place = self._place if rows is None else self._place_with_rows(rows)
         operands = [place(k, slots, partition) for k in range(len(self.facts.operands))]
         results = [place(~r, slots, partition) for r in range(len(self.rule.results))]
         if None in operands or None in results:
@@ -159,48 +159,48 @@ class _StrategyMaker:
         made = tuple(p for p in operands if p), tuple(p for p in results if p)
         return Strategy(label, *made, partition)
 
-    def _touched(self, number: int, partition: Partition) -> list[Factor]:
+    def _find_split_factors(self, number: int, partition: Partition) -> list[Factor]:
         """Factor `number`, and those with the axes that it lacks."""
         first = self.rule.factors[number]
         rest = partition.without(self.forest.present((first.dim,), partition).axes)
-        others = [f for f in self.rule.factors if f is not first and self._has(f.dim, rest)]
+        others = [f for f in self.rule.factors if f is not first and self._has_axes(f.dim, rest)]
         return [first, *others]
 
-    def _with_rows(self, rows: Atom) -> Callable[[int, set[Slot], Partition], Placement | None]:
-        """`_placed` where rows are grouped: values with them are G, alone in their dim."""
+    def _place_with_rows(self, rows: Atom) -> Callable[[int, set[Slot], Partition], Placement | None]:
+        """`_place` where rows are grouped: values with them are G, alone in their dim."""
 
-        def placed(slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
+        def place(slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
             dims = self._dims(slot)
-            cut = [d for d, dim in enumerate(dims) if self._has(dim, partition)]
+            cut = [d for d, dim in enumerate(dims) if self._has_axes(dim, partition)]
             found = [d for d in cut if (slot, d) in slots]
             if any(self.forest.contains(dims[d], rows) for d in found):
                 alone = len(found) == 1 and self.forest.flat(dims[found[0]]) == (rows,)
                 own = Partition((Part(rows.name),))
                 return Placement("G", found[0], own) if alone else None
-            if slot < 0 or (not found and self.lacking(slot) == SHARED):
+            if slot < 0 or (not found and self.place_operand_without(slot) == SHARED):
                 return None
-            return self._placed(slot, slots, partition)
+            return self._place(slot, slots, partition)
 
-        return placed
+        return place
 
-    def _has(self, dim: Dim, partition: Partition) -> bool:
+    def _has_axes(self, dim: Dim, partition: Partition) -> bool:
         return bool(partition.parts) and bool(self.forest.present((dim,), partition).parts)
 
-    def _cuts(self, factor: Factor, partition: Partition) -> Iterator[Split | None]:
+    def _split_dims(self, factor: Factor, partition: Partition) -> Iterator[Split | None]:
         """The cut of each dim of `factor`; None for a dim that cannot be."""
         for slot, dim in factor.slots:
             yield self.forest.split(self._dims(slot)[dim], partition)
 
     def _contracts(self, factor: Factor, partition: Partition) -> bool:
         """Whether the ranks' sums over `factor` are disjoint and together complete."""
-        cuts = self._cuts(factor, partition)
+        cuts = self._split_dims(factor, partition)
         return all(cut is not None and cut.is_exact(self.tp) for cut in cuts)
 
     def _fits(self, factor: Factor, partition: Partition) -> bool:
         """Whether parts are of consecutive elements, and aligned, where the factor asks for it."""
         if not (factor.block or factor.aligned):
             return True
-        cuts = [cut for cut in self._cuts(factor, partition) if cut]
+        cuts = [cut for cut in self._split_dims(factor, partition) if cut]
         if not cuts:
             return False  # grouped rows
         known = [cut for cut in cuts if cut.is_known]
@@ -212,45 +212,45 @@ class _StrategyMaker:
     def _dims(self, slot: int) -> tuple[Dim, ...]:
         return self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]
 
-    def _placed(self, slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
+    def _place(self, slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
         """Where an operand or result lies; None: nowhere."""
         dims = self._dims(slot)
-        cut = [d for d, dim in enumerate(dims) if (slot, d) in slots and self._has(dim, partition)]
+        cut = [d for d, dim in enumerate(dims) if (slot, d) in slots and self._has_axes(dim, partition)]
         if not cut:
-            return self._lacking(slot)
+            return self._place_without(slot)
         here = self.forest.present([dims[d] for d in cut], partition)
         splits = [self.forest.split(dims[d], here) for d in cut]
         if any(s is None for s in splits) or len(cut) > 2:
             return None
         if len(cut) == 2:
-            apart = prod(self._parts(s) for s in splits if s) == self.tp
+            apart = prod(self._count_shards(s) for s in splits if s) == self.tp
             return Placement("SS", cut[0], here) if apart else None
         copied = any(not s.is_exact(self.tp) for s in splits if s)
         return Placement("S~" if copied and self.training else "S", cut[0], here)
 
-    def _parts(self, split: Split) -> int:
+    def _count_shards(self, split: Split) -> int:
         """In how many parts all segments of a dim are cut; 0 if not all in as many."""
         copies = {split.copies(s, self.tp) for s in split.segments}
         return self.tp // copies.pop() if len(copies) == 1 else 0
 
-    def _lacking(self, slot: int) -> Placement:
+    def _place_without(self, slot: int) -> Placement:
         """Where a value without the axes lies: its gradient is partial."""
         if slot >= 0:
-            return self.lacking(slot)
+            return self.place_operand_without(slot)
         return SHARED if self.training and self.facts.flows else REPLICATED
 
-    def passing(self) -> Iterator[Strategy]:
+    def pass_through(self) -> Iterator[Strategy]:
         """P passed through linear sets, and R~ passed."""
         results = len(self.rule.results)
         for operands in self.rule.linear if self.facts.floating else ():
             if not operands & self.facts.constant:
                 chosen = [
-                    PARTIAL if k in operands else self.lacking(k)
+                    PARTIAL if k in operands else self.place_operand_without(k)
                     for k in range(len(self.facts.operands))
                 ]
                 label = "partial:" + ",".join(str(k) for k in sorted(operands))
                 yield Strategy(label, tuple(chosen), (PARTIAL,) * results)
-        shared = [self.lacking(k) for k in range(len(self.facts.operands))]
+        shared = [self.place_operand_without(k) for k in range(len(self.facts.operands))]
         if self.training and self.facts.flows:
             yield Strategy("shared", tuple(shared), (SHARED,) * results)
         elif SHARED in shared:  # no gradient comes back, so none is counted twice

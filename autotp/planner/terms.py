@@ -21,7 +21,7 @@ class Constraint(Protocol):
         """Whether the parameter may take `placement`."""
         ...
 
-    def refusal(self, possible: Sequence[Placement]) -> str:
+    def explain_refusal(self, possible: Sequence[Placement]) -> str:
         """Why none of the `possible` placements is left: what to tell the one who asked."""
         ...
 

@@ -35,7 +35,7 @@ def _list_figures(evidence: Evidence) -> Iterable[tuple[str, str]]:
         yield "largest gradient errors", ", ".join(f"{name} {error:.2e}" for name, error in worst)
     yield "collectives predicted", _format_counts(evidence.collectives_predicted)
     yield "collectives executed", _format_counts(evidence.collectives_seen)
-    yield "replicated parameters", format_share(evidence.replicated_fraction, 1)
+    yield "replicated parameter bytes", format_share(evidence.replicated_fraction, 1)
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from autotp.capture.program import KEPT, WORDS
+from autotp.capture.program import LOGITS_TO_KEEP, TOKEN_INPUTS
 
 __all__ = ["select_positions", "takes_positions"]
 
 
 def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Whether a forward says that it takes positions as well as a count."""
-    return KEPT in parameters and "Tensor" in str(parameters[KEPT].annotation)
+    return LOGITS_TO_KEEP in parameters and "Tensor" in str(parameters[LOGITS_TO_KEEP].annotation)
 
 
 def select_positions(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -24,12 +24,12 @@ def select_positions(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Constraints: a count of 0 (all words) or 1 (the next word) stays: those are fixed kinds of call.
     """
-    count = inputs.get(KEPT)
-    words = next((inputs[name] for name in WORDS if inputs.get(name) is not None), None)
+    count = inputs.get(LOGITS_TO_KEEP)
+    words = next((inputs[name] for name in TOKEN_INPUTS if inputs.get(name) is not None), None)
     if type(count) is not int or count < 2 or words is None or not _is_line(words):
         return inputs
     length = words.shape[1]
-    return {**inputs, KEPT: torch.arange(max(length - count, 0), length, device=words.device)}
+    return {**inputs, LOGITS_TO_KEEP: torch.arange(max(length - count, 0), length, device=words.device)}
 
 
 def _is_line(words: torch.Tensor) -> bool:

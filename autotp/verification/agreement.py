@@ -28,13 +28,13 @@ from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.runtime.ops.blocks import concatenate_shards
 
-__all__ = ["CLAIMS", "DUAL", "Claim", "Difference", "measure_difference", "find_disagreement"]
+__all__ = ["CLAIMS", "GRADIENT_KINDS", "Claim", "Difference", "measure_difference", "find_disagreement"]
 
 Claim: TypeAlias = Literal["each", "sum", "join"]
 """Which tensor made from the ranks' own is the whole one: each of them, their sum, their join."""
 
 CLAIMS: Mapping[Kind, Claim] = {"R": "each", "R~": "each", "P": "sum", "S": "join"}
-DUAL: Mapping[Kind, Kind] = {"R": "R", "R~": "P", "P": "R", "S": "S"}
+GRADIENT_KINDS: Mapping[Kind, Kind] = {"R": "R", "R~": "P", "P": "R", "S": "S"}
 """How the gradient of a value lies."""
 
 
@@ -82,7 +82,7 @@ def measure_difference(
         )
     if not whole.numel():
         return Difference(0.0, 0.0)
-    first, second = _flat(whole), _flat(found)
+    first, second = _flatten(whole), _flatten(found)
     gaps = (first - second).abs()
     gaps = gaps.masked_fill((first == second) | (first.isnan() & second.isnan()), 0.0)
     gaps = gaps.nan_to_num(math.inf, math.inf)
@@ -113,7 +113,7 @@ def find_disagreement(
         return max(found, key=lambda one: one.relative)
     try:
         total = (
-            _sum(parts)
+            _sum_shards(parts)
             if claim == "sum"
             else concatenate_shards(parts, dim, Split.decode(split or ()))
         )
@@ -122,13 +122,13 @@ def find_disagreement(
     return measure_difference(whole, total, floor=floor)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
+def _sum_shards(parts: Sequence[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part
     return total
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flatten(x: Tensor) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
     return x.detach().double().flatten()

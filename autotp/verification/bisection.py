@@ -19,8 +19,8 @@ from autotp.capture.program import Program
 from autotp.errors import VerifyError
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.model import ShardedModel
-from autotp.verification.agreement import CLAIMS, DUAL, find_disagreement
-from autotp.verification.emitted import EmittedGraph, Value, find_full_part
+from autotp.verification.agreement import CLAIMS, GRADIENT_KINDS, find_disagreement
+from autotp.verification.emitted import EmittedGraph, Value, build_full_graph
 from autotp.verification.likely_faults import explain_difference
 from autotp.verification.measure import compute_gradients, compute_loss, list_outputs_besides_loss
 from autotp.verification.simulate import (
@@ -33,7 +33,7 @@ from autotp.verification.simulate import (
     walk_ranks,
 )
 
-__all__ = ["Case", "find_first_divergence"]
+__all__ = ["ComparisonCase", "find_first_divergence"]
 
 Edge: TypeAlias = tuple[str, str]
 """A value read in the ranks' graphs: the flat names of the value and of the node that reads it."""
@@ -43,7 +43,7 @@ Reading: TypeAlias = tuple[Value, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class ComparisonCase:
     """A whole model and its ranks, and how closely they are to agree.
 
     - `dtype`: what is computed in; None: as the graphs say.
@@ -64,7 +64,7 @@ class Case:
     def run_program(self, observe: Observe | None = None, read: Read | None = None) -> Simulation:
         """The captured program on the whole model, from the case's random state."""
         torch.manual_seed(self.seed)
-        part = find_full_part(self.whole, self.program)
+        part = build_full_graph(self.whole, self.program)
         return walk_ranks(
             [part], self.program, self.inputs, observe=observe, read=read, dtype=self.dtype
         )
@@ -79,18 +79,18 @@ class Case:
         return EmittedGraph(find_variant(self.models[0], self.inputs), self.program, self.trace)
 
 
-def find_first_divergence(case: Case, *, gradients: bool) -> str | None:
+def find_first_divergence(case: ComparisonCase, *, gradients: bool) -> str | None:
     """What the first wrong node is, where it stands and what it means; None if all are right."""
-    found = _Forward(case).found()
+    found = _ForwardSearch(case).found()
     if found is None and gradients:
-        found = _Backward(case).found()
+        found = _BackwardSearch(case).found()
     return found
 
 
-class _Forward:
+class _ForwardSearch:
     """The search among values."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: ComparisonCase) -> None:
         self.case, self.names = case, case.emitted()
         self.values: dict[Value, Tensor] = {}
         self.first: str | None = None
@@ -124,10 +124,10 @@ class _Forward:
             )
 
 
-class _Backward:
+class _BackwardSearch:
     """The search among the gradients of readings."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: ComparisonCase) -> None:
         self.case, self.names = case, case.emitted()
         self.whole = self._readings()
         sizes = (float(x.abs().max()) for x in self.whole.values() if x.numel())
@@ -135,7 +135,7 @@ class _Backward:
 
     def found(self) -> str | None:
         """The reader that hands on the first wrong gradient, from the loss backwards."""
-        ranks = _Edges()
+        ranks = _EdgeGradients()
         run = self.case.run_ranks(read=ranks.read)
         edges = ranks.gradients(run.outputs, self.case)
         shared = self._shared(edges)
@@ -144,7 +144,7 @@ class _Backward:
 
     def _readings(self) -> dict[Reading, Tensor]:
         """What each reading of the program gives the value it reads."""
-        edges = _Edges()
+        edges = _EdgeGradients()
         run = self.case.run_program(read=edges.read)
         found = edges.gradients(run.outputs, self.case)
         return {(self.names.values[v], reader): g[0] for (v, reader), g in found.items()}
@@ -170,10 +170,10 @@ class _Backward:
         readings = self._realised(traced, edge) if traced else []
         if traced is None or not readings or not shared.isdisjoint(readings):
             return None
-        if traced.placement.kind not in DUAL:
+        if traced.placement.kind not in GRADIENT_KINDS:
             return None
         whole = torch.stack([self.whole[reading] for reading in readings]).sum(0)
-        kind, tolerance = DUAL[traced.placement.kind], self.case.tolerance
+        kind, tolerance = GRADIENT_KINDS[traced.placement.kind], self.case.tolerance
         dim, split = traced.placement.dim, traced.split
         gap = find_disagreement(whole, parts, CLAIMS[kind], dim, split, floor=self.floor)
         if gap.relative <= tolerance:
@@ -187,7 +187,7 @@ class _Backward:
         )
 
 
-class _Edges:
+class _EdgeGradients:
     """An alias of each value for each node that reads it, on each rank, so that gradients part."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ class _Edges:
         known = self.aliases.setdefault((value, reader), {})
         return known.setdefault(rank, tensor.view_as(tensor))
 
-    def gradients(self, outputs: Sequence[Any], case: Case) -> dict[Edge, list[Tensor]]:
+    def gradients(self, outputs: Sequence[Any], case: ComparisonCase) -> dict[Edge, list[Tensor]]:
         """The gradient of each edge that has one, on each rank, in program order."""
         aside = list_outputs_besides_loss(case.program)
         losses = [compute_loss(output, case.seed, aside) for output in outputs]

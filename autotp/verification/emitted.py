@@ -10,18 +10,18 @@ from autotp.capture.graph_facts import describe_node, name_op
 from autotp.capture.program import Program
 from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.variant import Variant
-from autotp.verification.simulate import OUTPUT, Part, find_flat_name
+from autotp.verification.simulate import OUTPUT, RankGraph, find_flat_name
 
-__all__ = ["EmittedGraph", "Value", "find_full_part"]
+__all__ = ["EmittedGraph", "Value", "build_full_graph"]
 
 Value: TypeAlias = tuple[str, int]
 """A value of the captured program: node and which of its results."""
 
 
-def find_full_part(whole: nn.Module, program: Program) -> Part:
+def build_full_graph(whole: nn.Module, program: Program) -> RankGraph:
     """The captured program on the whole model, as the one part of a walk."""
     graph = program.graph
-    return Part(whole, graph, {}, {node: node.name for node in graph.nodes}, program.lifted)
+    return RankGraph(whole, graph, {}, {node: node.name for node in graph.nodes}, program.lifted)
 
 
 class EmittedGraph:
@@ -31,7 +31,7 @@ class EmittedGraph:
         """The nodes of `variant`, which `trace` says what they are of `program`."""
         self.variant, self.traced = variant, trace.values
         self.program = {node.name: node for node in program.graph.nodes}
-        self.values = {node.name: _value(node) for node in program.graph.nodes}
+        self.values = {node.name: _find_value(node) for node in program.graph.nodes}
         self.placed = {self.value(traced) for traced in trace.values.values()}
         self.nodes: dict[str, fx.Node] = {}
         self.readers: dict[str, list[str]] = {}
@@ -62,7 +62,7 @@ class EmittedGraph:
     def _add(self, path: str, graph: fx.Graph) -> None:
         origin = self.variant.outlined.origin
         for node in graph.nodes:
-            if not _passes_on(path, node):
+            if not _is_layer_boundary(path, node):
                 name = find_flat_name(origin, path, node)
                 self.nodes.setdefault(name, node)
                 for operand in node.all_input_nodes:
@@ -107,7 +107,7 @@ class EmittedGraph:
         return (value for value, readers in self.readers.items() if name in readers)
 
 
-def _value(node: fx.Node) -> Value:
+def _find_value(node: fx.Node) -> Value:
     """The value that a node of the program is: itself, or a result of the node it takes it from."""
     origin = node.args[0] if getattr(node.target, "__name__", "") == "getitem" else None
     if isinstance(origin, fx.Node) and isinstance(index := node.args[1], int):
@@ -115,6 +115,6 @@ def _value(node: fx.Node) -> Value:
     return node.name, 0
 
 
-def _passes_on(path: str, node: fx.Node) -> bool:
+def _is_layer_boundary(path: str, node: fx.Node) -> bool:
     """Whether a node only hands values in or out of a layer."""
     return node.op == "call_module" or bool(path and node.op in ("placeholder", "output"))

@@ -13,10 +13,10 @@ from autotp.records.plan import ParameterRecord, Plan
 from autotp.verification.agreement import Difference, find_disagreement
 from autotp.verification.measure import Results
 
-__all__ = ["Compared", "Figures", "measure_gaps"]
+__all__ = ["Quantity", "Figures", "measure_gaps"]
 
 
-class Compared(NamedTuple):
+class Quantity(NamedTuple):
     """What a figure is about."""
 
     kind: Literal["output", "gradient"]
@@ -31,11 +31,11 @@ class Compared(NamedTuple):
 class Figures:
     """All differences of one run; `failure`: why the ranks stopped short, empty if they did not."""
 
-    gaps: dict[Compared, Difference] = field(default_factory=dict[Compared, Difference])
+    gaps: dict[Quantity, Difference] = field(default_factory=dict[Quantity, Difference])
     collectives: Counter[str] = field(default_factory=Counter[str])
     failure: str = ""
 
-    def beyond(self, limit: float) -> set[Compared]:
+    def beyond(self, limit: float) -> set[Quantity]:
         """What differs by more than `limit`."""
         return {about for about, gap in self.gaps.items() if gap.relative > limit}
 
@@ -58,7 +58,7 @@ class Figures:
 
 def measure_gaps(
     whole: Results, ranks: Sequence[Results], plan: Plan | None, negligible: float
-) -> dict[Compared, Difference]:
+) -> dict[Quantity, Difference]:
     """How far the ranks are from the whole model, in each output and gradient.
 
     Constraints:
@@ -66,29 +66,29 @@ def measure_gaps(
     - Gradients below `negligible` × the model's largest one are compared with that: some, such as
       those of a bias before softmax, are zero but for rounding.
     """
-    records = _records(plan)
-    floor = negligible * _largest(whole.gradients.values())
-    gaps = {Compared("output", name): gap for name, gap in _outputs(whole, ranks)}
+    records = _index_records(plan)
+    floor = negligible * _find_largest(whole.gradients.values())
+    gaps = {Quantity("output", name): gap for name, gap in _measure_outputs(whole, ranks)}
     return gaps | {
-        Compared("gradient", name): _gradient(whole, ranks, name, records.get(name), floor)
+        Quantity("gradient", name): _measure_gradient(whole, ranks, name, records.get(name), floor)
         for name in whole.gradients
     }
 
 
-def _outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple[str, Difference]]:
+def _measure_outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple[str, Difference]]:
     """Each output's difference, on the rank where it is largest."""
     for name in {**whole.outputs, **ranks[0].outputs}:
         sides = [results.outputs.get(name) for results in (whole, *ranks)]
         present = [x for x in sides if x is not None]
         if len(present) < len(sides):
-            yield name, _impossible("it is among the outputs of one side only")
-        elif broken := _broken(present):
-            yield name, _impossible(broken)
+            yield name, _make_infinite("it is among the outputs of one side only")
+        elif broken := _find_nonfinite(present):
+            yield name, _make_infinite(broken)
         else:
             yield name, find_disagreement(present[0], present[1:], "each")
 
 
-def _gradient(
+def _measure_gradient(
     whole: Results,
     ranks: Sequence[Results],
     name: str,
@@ -106,28 +106,28 @@ def _gradient(
     shapes = (
         [record.shape, *(s.shape for s in record.shards)] if record else [like.shape] * len(sides)
     )
-    full, *parts = [_zeros(s, like) if x is None else x for x, s in zip(sides, shapes, strict=True)]
-    if broken := _broken([full, *parts]):
-        return _impossible(broken)
+    full, *parts = [_make_zeros(s, like) if x is None else x for x, s in zip(sides, shapes, strict=True)]
+    if broken := _find_nonfinite([full, *parts]):
+        return _make_infinite(broken)
     if record is None or record.dim is None:
         return find_disagreement(full, parts, "each", floor=floor)
     return find_disagreement(full, parts, "join", record.dim, record.split, floor=floor)
 
 
-def _records(plan: Plan | None) -> dict[str, ParameterRecord]:
+def _index_records(plan: Plan | None) -> dict[str, ParameterRecord]:
     records = plan.parameters.values() if plan else ()
     return {name: record for record in records for name in (record.name, *record.tied)}
 
 
-def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
+def _make_zeros(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-def _impossible(reason: str) -> Difference:
+def _make_infinite(reason: str) -> Difference:
     return Difference(math.inf, math.inf, reason=reason)
 
 
-def _broken(sides: Sequence[Tensor]) -> str:
+def _find_nonfinite(sides: Sequence[Tensor]) -> str:
     """Who has NaN or infinity, which are wrong even where all agree; empty if nobody has."""
     who = ["the whole model", *(f"rank {rank}" for rank in range(len(sides) - 1))]
     counts: Mapping[str, int] = {
@@ -136,6 +136,6 @@ def _broken(sides: Sequence[Tensor]) -> str:
     return next((f"{w} has {n} values of NaN or infinity" for w, n in counts.items() if n), "")
 
 
-def _largest(tensors: Iterable[Tensor | None]) -> float:
+def _find_largest(tensors: Iterable[Tensor | None]) -> float:
     sizes = [float(x.abs().max()) for x in tensors if x is not None and x.numel()]
     return max(sizes, default=0.0)

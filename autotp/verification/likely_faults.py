@@ -18,7 +18,7 @@ def explain_difference(
     Example: `"Their sum is right: a forward all-reduce is missing here"`.
     """
     if CLAIMS[kind] == "each":
-        if _fits(whole, parts, "sum", tolerance):
+        if _is_within(whole, parts, "sum", tolerance):
             return f"Their sum is right: a {phase} all-reduce is missing here"
         if any(measure_difference(parts[0], part).relative > tolerance for part in parts[1:]):
             return (
@@ -27,10 +27,10 @@ def explain_difference(
         return f"All ranks agree on it: something counts {len(parts)} times, or not at all"
     if kind == "S":
         return "The parts are not those that the plan gives the ranks: a wrong slice or layout"
-    if _fits(whole, parts, "each", tolerance):
+    if _is_within(whole, parts, "each", tolerance):
         return f"Every rank has it in full: summed, it counts {len(parts)} times"
     return f"The parts do not add up: something counts {len(parts)} times, or is the wrong part"
 
 
-def _fits(whole: Tensor, parts: Sequence[Tensor], claim: Claim, tolerance: float) -> bool:
+def _is_within(whole: Tensor, parts: Sequence[Tensor], claim: Claim, tolerance: float) -> bool:
     return find_disagreement(whole, parts, claim).relative <= tolerance

@@ -43,14 +43,14 @@ def merge_evidence(found: Sequence[Evidence], names: Sequence[str]) -> Evidence:
         ok=all(e.ok for e in found),
         max_abs_error=max(e.max_abs_error for e in found),
         max_rel_error=max(e.max_rel_error for e in found),
-        collectives_predicted=_sum([e.collectives_predicted for e in found]),
-        collectives_seen=_sum([e.collectives_seen for e in found]),
+        collectives_predicted=_sum_counts([e.collectives_predicted for e in found]),
+        collectives_seen=_sum_counts([e.collectives_seen for e in found]),
         first_divergence=next(iter(faults), None),
         notes=tuple(f"{name}: {note}" for name, e in named for note in e.notes),
     )
 
 
-def _sum(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def _sum_counts(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
     for count in counts:
         total.update(count)

@@ -10,7 +10,7 @@ from autotp.capture.cache import CacheState, flatten_caches, rebuild_cache
 from autotp.capture.program import name_leaves
 from autotp.errors import VerifyError
 from autotp.records.plan import Plan
-from autotp.verification.bisection import Case
+from autotp.verification.bisection import ComparisonCase
 from autotp.verification.figures import Figures, measure_gaps
 from autotp.verification.measure import Results, list_outputs_besides_loss, measure_run
 from autotp.verification.simulate.ranks import list_input_leaves
@@ -25,7 +25,7 @@ class Runs:
     A dtype of None means the model's own.
     """
 
-    case: Case
+    case: ComparisonCase
     plan: Plan
     gradients: bool
 
@@ -56,7 +56,7 @@ class Runs:
         torch.manual_seed(self.case.seed)
         whole = self.case.whole
         # a forward fills the cache that it is given: each run has one of its own
-        inputs = pytree.tree_map(_copied, dict(self.case.inputs), is_leaf=_is_cache)
+        inputs = pytree.tree_map(_copy_cache, dict(self.case.inputs), is_leaf=_is_cache_state)
         output = flatten_caches(whole.forward(**inputs))
         leaves = list_input_leaves(name_leaves(self.case.inputs).items())
         return measure_run([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
@@ -88,11 +88,11 @@ class Runs:
         )
 
 
-def _is_cache(value: object) -> bool:
+def _is_cache_state(value: object) -> bool:
     return isinstance(value, CacheState)
 
 
-def _copied(value: object) -> object:
+def _copy_cache(value: object) -> object:
     """A flat cache as a real one with tensors of its own; anything else as it is."""
     if not isinstance(value, CacheState):
         return value

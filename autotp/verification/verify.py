@@ -23,17 +23,17 @@ from autotp.records.evidence import Evidence
 from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.model import ShardedModel
-from autotp.verification.bisection import Case, find_first_divergence
-from autotp.verification.figures import Compared, Figures
+from autotp.verification.bisection import ComparisonCase, find_first_divergence
+from autotp.verification.figures import Quantity, Figures
 from autotp.verification.runs import Runs
 
 __all__ = ["compare_ranks"]
 
-_SHOWN = 3
+_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Measure:
+class _Tolerance:
     """What figures of one dtype are held to.
 
     - `dtype`: of the computation; None: the model's own.
@@ -48,16 +48,16 @@ class _Measure:
     reason: str
 
 
-_EXACT = _Measure(
+_EXACT = _Tolerance(
     torch.float64,
     1e-9,
     math.inf,
     1e-5,
     "rounding of float64 stays below 1e-11, a fault does not",
 )
-_SPREAD = 64
+_ROUNDING_SPREAD = 64
 """How much more than the ratio of the roundings one draw of them may differ from another."""
-_UNSURE = 1e-2
+_NEGLIGIBLE = 1e-2
 """What is negligible among gradients where float64 is not to be had."""
 
 
@@ -84,31 +84,31 @@ def compare_ranks(
     - Nothing is changed: parameters, their `.grad`, modes, the random state.
     """
     own = all(p.dtype == dtype for p in whole.parameters() if p.is_floating_point())
-    measure = replace(_measure(dtype), dtype=None if own else dtype)
-    case = Case(whole, models, program, inputs, trace, seed, measure.dtype)
+    measure = replace(_choose_tolerance(dtype), dtype=None if own else dtype)
+    case = ComparisonCase(whole, models, program, inputs, trace, seed, measure.dtype)
     with torch.random.fork_rng(), torch.set_grad_enabled(gradients):
-        return _Proof(Runs(case, plan, gradients), measure, dtype).evidence()
+        return _Comparison(Runs(case, plan, gradients), measure, dtype).evidence()
 
 
-def _measure(dtype: torch.dtype) -> _Measure:
+def _choose_tolerance(dtype: torch.dtype) -> _Tolerance:
     """What figures computed in `dtype` are held to."""
     eps, word = torch.finfo(dtype).eps, dtype_name(dtype)
     if dtype == _EXACT.dtype:
         return _EXACT
     if eps > torch.finfo(torch.float32).eps:
         reason = f"8 roundings of {word}, of results and not of sums; float64 decides every figure"
-        return _Measure(dtype, 8 * eps, 0.0, 0.0, reason)
+        return _Tolerance(dtype, 8 * eps, 0.0, 0.0, reason)
     reason = (
         f"84 roundings of {word}: what {84**2} numbers added in another order may differ by; above "
         "a tenth of it float64 decides"
     )
-    return _Measure(dtype, 84 * eps, 8.4 * eps, 0.0, reason)
+    return _Tolerance(dtype, 84 * eps, 8.4 * eps, 0.0, reason)
 
 
-class _Proof:
+class _Comparison:
     """One comparison: the run asked for, the one in float64, the search for the fault."""
 
-    def __init__(self, runs: Runs, measure: _Measure, dtype: torch.dtype) -> None:
+    def __init__(self, runs: Runs, measure: _Tolerance, dtype: torch.dtype) -> None:
         self.runs, self.measure, self.dtype = runs, measure, dtype
         self.notes: list[str] = []
 
@@ -135,9 +135,9 @@ class _Proof:
         whole = self.runs.case.whole
         kinds = {p.dtype for p in whole.parameters() if p.is_floating_point()}
         coarsest = max(kinds or {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
-        return self.runs.capture_fault(_UNSURE, _measure(coarsest).tolerance) or None
+        return self.runs.capture_fault(_NEGLIGIBLE, _choose_tolerance(coarsest).tolerance) or None
 
-    def _exact(self, near: Set[Compared]) -> Figures | None:
+    def _exact(self, near: Set[Quantity]) -> Figures | None:
         """The figures in float64; None, with a note, where there are none to be had."""
         runs, measure = self.runs, self.measure
         exact = Figures()
@@ -145,7 +145,7 @@ class _Proof:
             exact = runs.compared(_EXACT.dtype, _EXACT.negligible)
             reason = exact.failure
             if not reason and measure.dtype is None:
-                reason = runs.capture_fault(_UNSURE, measure.tolerance)
+                reason = runs.capture_fault(_NEGLIGIBLE, measure.tolerance)
         except VerifyError as error:
             reason = str(error)
         if not reason:
@@ -161,13 +161,13 @@ class _Proof:
         """
         worst = min(figures.worst(_EXACT.negligible), 1.0)
         shrunk = torch.finfo(torch.float64).eps / torch.finfo(self.dtype).eps
-        return max(_EXACT.tolerance, _SPREAD * shrunk * worst)
+        return max(_EXACT.tolerance, _ROUNDING_SPREAD * shrunk * worst)
 
     def _decided(
-        self, figures: Figures, exact: Figures, near: Set[Compared], limit: float
+        self, figures: Figures, exact: Figures, near: Set[Quantity], limit: float
     ) -> Figures:
         """The figures, those near the tolerance replaced by those in float64."""
-        shown = sorted(near, key=lambda about: -figures.gaps[about].relative)[:_SHOWN]
+        shown = sorted(near, key=lambda about: -figures.gaps[about].relative)[:_LISTED]
         before_after = [
             f"{about} {figures.gaps[about].relative:.1e} → {exact.gaps[about].relative:.1e}"
             for about in shown
@@ -179,13 +179,13 @@ class _Proof:
         gaps = {about: (exact if about in near else figures).gaps[about] for about in figures.gaps}
         return replace(figures, gaps=gaps)
 
-    def _fault(self, figures: Figures, wrong: Set[Compared], measure: _Measure) -> str:
+    def _fault(self, figures: Figures, wrong: Set[Quantity], measure: _Tolerance) -> str:
         """The first wrong node; the worst figure where no single node is to blame."""
         case = replace(
             self.runs.case,
             dtype=measure.dtype,
             tolerance=measure.tolerance,
-            negligible=measure.negligible or _UNSURE,
+            negligible=measure.negligible or _NEGLIGIBLE,
         )
         found = find_first_divergence(case, gradients=self.runs.gradients and not figures.failure)
         if found or figures.failure:

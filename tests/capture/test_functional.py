@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.capture import capture
-from autotp.capture.functionalize import functionalise
+from autotp.capture.functionalize import functionalise_graph
 from tests import models
 
 
@@ -117,7 +117,7 @@ def test_proven_without_torch(
 @pytest.mark.parametrize("act", UNPROVEN)
 def test_unproven_says_why(act: Callable[[torch.Tensor], object]) -> None:
     exported = torch.export.export(Acts(act).eval(), (torch.randn(2, 6, 8),), strict=False)
-    reason = functionalise(exported.graph_module.graph)
+    reason = functionalise_graph(exported.graph_module.graph)
 
     assert "changes memory that" in reason
     assert "reads later through" in reason
@@ -126,7 +126,7 @@ def test_unproven_says_why(act: Callable[[torch.Tensor], object]) -> None:
 def test_the_twin_keeps_arguments_and_metadata() -> None:
     exported = torch.export.export(Acts(chained).eval(), (torch.randn(2, 6, 8),), strict=False)
     graph = exported.graph_module.graph
-    reason = functionalise(graph)
+    reason = functionalise_graph(graph)
     names = [n.name for n in graph.nodes if n.op == "call_function"]
 
     assert "" == reason

@@ -13,7 +13,7 @@ from autotp.capture.inputs import (
     choose_inputs,
     find_data_axes,
     find_longest_input,
-    list_accepted,
+    order_inputs,
     make_example_inputs,
     resize_for_trace,
 )
@@ -109,12 +109,12 @@ class Takes(nn.Module):
 def test_inputs_come_in_the_order_of_the_signature() -> None:
     given = {"zeta": 1, "mask": None, "cache": None, "alpha": 2, "ids": torch.ones(2, 3)}
 
-    assert ["ids", "cache", "alpha", "zeta"] == list(list_accepted(Takes(), given))
+    assert ["ids", "cache", "alpha", "zeta"] == list(order_inputs(Takes(), given))
 
 
 def test_a_missing_input_is_named() -> None:
     with pytest.raises(CaptureError, match="Takes: its forward needs 'ids', given were 'mask'"):
-        list_accepted(Takes(), {"mask": 1})
+        order_inputs(Takes(), {"mask": 1})
 
 
 def ids(*shape: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from autotp.capture.graph_facts import describe_node
 from autotp.capture.program import Program
 from autotp.errors import VerifyError
 from autotp.runtime.ops.library import write_schema
-from autotp.verification.simulate import Part, Simulation, simulate, walk_ranks
+from autotp.verification.simulate import RankGraph, Simulation, simulate, walk_ranks
 from autotp.verification.simulate.collectives import JOINT
 from tests.hand_made import ATEN, GROUP, OURS, case
 from tests.spmd.placed import gradient_kind, is_placed, part, whole
@@ -72,7 +72,7 @@ def run(body: Body, own: list[Tensor], x: Tensor | None = None, **options: Any) 
     """A walk of `body` on as many ranks as there are parameters `own`."""
     graphs = [graph_of(body) for _ in own]
     parts = [
-        Part(Holder(w), graph, {}, {node: node.name for node in graph.nodes})
+        RankGraph(Holder(w), graph, {}, {node: node.name for node in graph.nodes})
         for w, graph in zip(own, graphs, strict=True)
     ]
     inputs = {"x": torch.zeros(()) if x is None else x}
@@ -313,7 +313,7 @@ def test_layers_run_on_their_own_module() -> None:
                 [Holder(torch.tensor(2.0 + rank)), Holder(torch.tensor(5.0))]
             )
 
-    def rank_part(rank: int) -> Part:
+    def rank_part(rank: int) -> RankGraph:
         root = graph_of(lambda g, x: g.call_module("blocks.1", (g.call_module("blocks.0", (x,)),)))
         layers = {f"blocks.{k}": layer(f"blocks.{k}") for k in (0, 1)}
         origin = {
@@ -322,7 +322,7 @@ def test_layers_run_on_their_own_module() -> None:
             for node in graph.nodes
             if node.op == "call_function"
         }
-        return Part(Tree(rank), root, layers, origin)
+        return RankGraph(Tree(rank), root, layers, origin)
 
     parts, seen = [rank_part(rank) for rank in (0, 1)], dict[str, list[float]]()
     found = walk_ranks(
@@ -346,7 +346,7 @@ def test_float64_takes_the_place_of_every_floating_dtype() -> None:
         return graph.call_function(ATEN.add.Tensor, (given, graph.get_attr("constant")))
 
     graph = graph_of(body)
-    part = Part(Holder(torch.ones(2).bfloat16()), graph, {}, {}, {"constant": torch.ones(2)})
+    part = RankGraph(Holder(torch.ones(2).bfloat16()), graph, {}, {}, {"constant": torch.ones(2)})
     found = walk_ranks([part], program_of(graph), {"x": torch.ones(2)}, dtype=torch.float64)
 
     assert torch.float64 == found.outputs[0][0].dtype == found.parameters[0]["w"].dtype
@@ -415,7 +415,7 @@ def test_ranks_that_cut_differently() -> None:
         return on_parameter(OURS.gather.default, dim, block(4).encode(), GROUP)
 
     graphs = [graph_of(body(dim)) for dim in (0, 1)]
-    parts = [Part(Holder(torch.ones(2, 2)), graph, {}, {}) for graph in graphs]
+    parts = [RankGraph(Holder(torch.ones(2, 2)), graph, {}, {}) for graph in graphs]
 
     with pytest.raises(VerifyError, match="ranks 0 and 1 of 2 give one collective different"):
         walk_ranks(parts, program_of(graphs[0]), {"x": torch.ones(1)})
@@ -423,7 +423,7 @@ def test_ranks_that_cut_differently() -> None:
 
 def test_ranks_that_run_different_ops() -> None:
     graphs = [graph_of(on_parameter(op.default)) for op in (ATEN.relu, ATEN.neg)]
-    parts = [Part(Holder(torch.ones(2)), graph, {}, {}) for graph in graphs]
+    parts = [RankGraph(Holder(torch.ones(2)), graph, {}, {}) for graph in graphs]
 
     with pytest.raises(VerifyError, match=r"aten.relu.*the 2 ranks run different ops here"):
         walk_ranks(parts, program_of(graphs[0]), {"x": torch.ones(1)})
@@ -432,7 +432,7 @@ def test_ranks_that_run_different_ops() -> None:
 def test_ranks_of_unequal_length() -> None:
     first, second = (graph_of(on_parameter(ATEN.relu.default)) for _ in range(2))
     second.call_function(ATEN.relu.default, (next(iter(second.nodes)),))
-    parts = [Part(Holder(torch.ones(2)), graph, {}, {}) for graph in (first, second)]
+    parts = [RankGraph(Holder(torch.ones(2)), graph, {}, {}) for graph in (first, second)]
 
     with pytest.raises(VerifyError, match=r"root: the ranks' graphs have \[4, 5\] nodes"):
         walk_ranks(parts, program_of(first), {"x": torch.ones(1)})

@@ -20,7 +20,7 @@ from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import slice_block
 from autotp.verification import compare_ranks
 from autotp.verification.agreement import Difference, find_disagreement, measure_difference
-from autotp.verification.bisection import Case as Search
+from autotp.verification.bisection import ComparisonCase as Search
 from autotp.verification.bisection import find_first_divergence
 from autotp.verification.measure import compute_loss, name_tensors
 from tests.hand_made import ATEN, OURS, TP, Case, Edit, HandMade, Shards, case

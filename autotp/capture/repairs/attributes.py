@@ -16,9 +16,9 @@ from torch import nn
 
 from autotp.errors import CaptureError
 
-__all__ = ["restored", "stateless"]
+__all__ = ["restore_attributes", "refuse_kept_state"]
 
-_HOLDS_NOTHING = (
+_LEAVES = (
     str, bytes, int, float, complex, type, torch.Tensor, torch.device, torch.dtype,
     types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
@@ -27,13 +27,13 @@ _NOT_ENTERED = ("torch.", "builtins", "threading", "logging")  # no cache of the
 
 
 @contextmanager
-def restored(model: nn.Module) -> Generator[None]:
+def restore_attributes(model: nn.Module) -> Generator[None]:
     """All attributes of the model's modules, and of what they hold, are afterwards as before.
 
     Constraints: tensors are told apart as objects; what is written into one is not taken back.
     """
     seen: set[int] = set()
-    undo = [restore for m in model.modules() for restore in _restorers(vars(m), seen)]
+    undo = [restore for m in model.modules() for restore in _build_restorers(vars(m), seen)]
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", _TORCHS_WARNING)
@@ -44,15 +44,15 @@ def restored(model: nn.Module) -> Generator[None]:
 
 
 @contextmanager
-def stateless(model: nn.Module) -> Generator[None]:
+def refuse_kept_state(model: nn.Module) -> Generator[None]:
     """Raises CaptureError if the model keeps tensors of a call for the next one by itself.
 
     A graph carries a cache from call to call; what a module sets on itself would be lost, and the
     next call go on from nothing.
     """
-    before = _held(model)
+    before = _list_plain_tensors(model)
     yield
-    for (path, name), tensor in _held(model).items():
+    for (path, name), tensor in _list_plain_tensors(model).items():
         if tensor is not before.get((path, name)):
             raise CaptureError(
                 f"{type(model).__name__}: {path or 'the model'} keeps {name}, a tensor "
@@ -62,7 +62,7 @@ def stateless(model: nn.Module) -> Generator[None]:
             )
 
 
-def _held(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
+def _list_plain_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     """The tensors that modules hold as plain attributes, by path and name."""
     return {
         (path, name): value
@@ -72,19 +72,19 @@ def _held(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-def _restorers(held: object, seen: set[int]) -> Iterator[Callable[[], None]]:
+def _build_restorers(held: object, seen: set[int]) -> Iterator[Callable[[], None]]:
     """What puts `held`, and all that it holds, back to what it is now."""
     todo = [held]
     while todo:
         one = todo.pop()
-        if id(one) in seen or isinstance(one, (*_HOLDS_NOTHING, nn.Module)):
+        if id(one) in seen or isinstance(one, (*_LEAVES, nn.Module)):
             continue
         seen.add(id(one))
         if isinstance(one, dict):
-            yield _restorer(cast("dict[Any, Any]", one))
+            yield _build_restorer(cast("dict[Any, Any]", one))
             todo += cast("dict[Any, Any]", one).values()
         elif isinstance(one, list | set):
-            yield _restorer(cast("list[Any]", one))
+            yield _build_restorer(cast("list[Any]", one))
             todo += cast("list[Any]", one)
         elif isinstance(one, tuple):
             todo += cast("tuple[Any, ...]", one)
@@ -92,11 +92,11 @@ def _restorers(held: object, seen: set[int]) -> Iterator[Callable[[], None]]:
             todo.append(vars(one))
 
 
-def _restorer(holder: dict[Any, Any] | list[Any] | set[Any]) -> Callable[[], None]:
-    before = _contents(holder)
+def _build_restorer(holder: dict[Any, Any] | list[Any] | set[Any]) -> Callable[[], None]:
+    before = _list_contents(holder)
 
     def restore() -> None:
-        now = _contents(holder)
+        now = _list_contents(holder)
         if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
             return
         holder.clear()
@@ -111,6 +111,6 @@ def _restorer(holder: dict[Any, Any] | list[Any] | set[Any]) -> Callable[[], Non
     return restore
 
 
-def _contents(holder: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
+def _list_contents(holder: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
     """What is held, in order: of a dict its keys, then its values."""
     return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]

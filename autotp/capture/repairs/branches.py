@@ -26,7 +26,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from autotp.capture.graph_facts import TORCH
 from autotp.capture.program import Guard
 
-__all__ = ["Branch", "branches", "outside_torch", "semantic_guards"]
+__all__ = ["Branch", "record_branches", "find_model_frame", "build_semantic_guards"]
 
 # Any: sympy has no types.
 Branch: TypeAlias = tuple[Any, bool]
@@ -38,7 +38,7 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
 @contextmanager
-def branches() -> Generator[list[Branch]]:
+def record_branches() -> Generator[list[Branch]]:
     """The conditions on sizes by which the model's own code branches meanwhile.
 
     Constraints: what torch asks for its own ends (strides, broadcasting) does not count.
@@ -47,8 +47,8 @@ def branches() -> Generator[list[Branch]]:
     truth = torch.SymBool.__bool__
 
     def noted(self: torch.SymBool) -> bool:
-        condition, asks = self.node.expr, outside_torch(sys._getframe(1))
-        wanted = None if asks is None or self.node.has_hint() else _without_raising(asks)
+        condition, asks = self.node.expr, find_model_frame(sys._getframe(1))
+        wanted = None if asks is None or self.node.has_hint() else _find_harmless_answer(asks)
         if wanted is not None:
             torch._check(self if wanted else torch.sym_not(self))
             return wanted
@@ -64,7 +64,7 @@ def branches() -> Generator[list[Branch]]:
         torch.SymBool.__bool__ = truth
 
 
-def _without_raising(asks: FrameType) -> bool | None:
+def _find_harmless_answer(asks: FrameType) -> bool | None:
     """The answer to the condition asked for that does not lead into `raise`; None if both may not.
 
     Example: True in `assert lengths.max().item() <= length`.
@@ -90,7 +90,7 @@ def _raises(code: list[dis.Instruction]) -> bool:
     return False
 
 
-def outside_torch(frame: FrameType | None) -> FrameType | None:
+def find_model_frame(frame: FrameType | None) -> FrameType | None:
     """The frame that asks, if it is no code of torch's tracing; torch's layers are not either."""
     while frame is not None and frame.f_code.co_filename == _WRAPPERS:
         frame = frame.f_back
@@ -98,23 +98,23 @@ def outside_torch(frame: FrameType | None) -> FrameType | None:
     return None if file.startswith(TORCH) and not file.startswith(_LAYERS) else frame
 
 
-def semantic_guards(
+def build_semantic_guards(
     found: list[Branch], exported: ExportedProgram, where: Mapping[str, str]
 ) -> Iterator[Guard]:
     """A guard for each condition which a size of 1 turns round.
 
     Constraints: `where`: for each tensor input of `exported`, in its order, how guards spell it.
     """
-    sources = _sources(exported, list(where.values()))
-    for condition, answer in dict.fromkeys([*found, *_squeezed(exported)]):
+    sources = _spell_symbols(exported, list(where.values()))
+    for condition, answer in dict.fromkeys([*found, *_list_squeezes(exported)]):
         names = [str(s) for s in condition.free_symbols]
-        if names and all(n in sources for n in names) and _turns(condition, answer):
+        if names and all(n in sources for n in names) and _changes_at_one(condition, answer):
             text = PythonPrinter().doprint(condition)
             code = _SYMBOL.sub(lambda m: sources.get(m[0], m[0]), text)
             yield Guard(f"({code})" if answer else f"not ({code})")
 
 
-def _squeezed(exported: ExportedProgram) -> Iterator[Branch]:
+def _list_squeezes(exported: ExportedProgram) -> Iterator[Branch]:
     """That sizes are not 1 of dims which would be dropped if they were."""
     squeeze = torch.ops.aten.squeeze
     for module in exported.graph_module.modules():
@@ -127,7 +127,7 @@ def _squeezed(exported: ExportedProgram) -> Iterator[Branch]:
                 yield from ((is_one.node.expr, False) for is_one in symbolic)
 
 
-def _sources(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
+def _spell_symbols(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
     """How guards spell each symbol: as a size of the first input that has it."""
     given = set(exported.graph_signature.user_inputs)
     inputs = [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in given]
@@ -141,7 +141,7 @@ def _sources(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
     return sources
 
 
-def _turns(condition: Any, answer: bool) -> bool:
+def _changes_at_one(condition: Any, answer: bool) -> bool:
     """Whether some sizes of 1 may make the condition come out otherwise."""
     symbols = sorted(condition.free_symbols, key=str)
     ones = [of for n in range(1, len(symbols) + 1) for of in combinations(symbols, n)]

@@ -17,23 +17,23 @@ from torch.utils import _pytree as pytree
 from autotp.capture.cache import CacheState, learn_dims, list_caches
 from autotp.capture.inputs import Axes
 
-__all__ = ["cache_outputs", "learn", "own_states", "tie_lengths", "unbranched"]
+__all__ = ["list_cache_outputs", "learn_cache_dims", "copy_fixed_states", "tie_lengths", "remove_length_branches"]
 
 
 @contextmanager
-def unbranched() -> Generator[None]:
+def remove_length_branches() -> Generator[None]:
     """Classes that keep a window, and masks left out by length, without a branch on lengths."""
     with ExitStack() as stack:
-        for cls in _windowed():
-            stack.enter_context(_replace(cls, "update", _update))
-            stack.enter_context(_replace(cls, "get_mask_sizes", _mask_sizes))
+        for cls in _list_window_layers():
+            stack.enter_context(_replace_attribute(cls, "update", _update_window))
+            stack.enter_context(_replace_attribute(cls, "get_mask_sizes", _compute_mask_sizes))
         if masking := sys.modules.get("transformers.masking_utils"):
-            stack.enter_context(_replace(masking, "_ignore_causal_mask_sdpa", _needed))
+            stack.enter_context(_replace_attribute(masking, "_ignore_causal_mask_sdpa", _keep_mask))
         yield
 
 
 @contextmanager
-def _replace(owner: object, name: str, value: object) -> Generator[None]:
+def _replace_attribute(owner: object, name: str, value: object) -> Generator[None]:
     """Replaces an attribute that a class or module defines, until the block ends."""
     defined = vars(owner)[name]
     setattr(owner, name, value)
@@ -43,18 +43,18 @@ def _replace(owner: object, name: str, value: object) -> Generator[None]:
         setattr(owner, name, defined)
 
 
-def _needed(*_: Any, **__: Any) -> bool:
+def _keep_mask(*_: Any, **__: Any) -> bool:
     return False
 
 
-def _windowed() -> list[type]:
+def _list_window_layers() -> list[type]:
     """The growing cache layers that keep a window, those that define how."""
     caches = sys.modules.get("transformers.cache_utils")
     found = getattr(caches, "DynamicSlidingWindowLayer", None)
     return [found] if found is not None else []
 
 
-def _update(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+def _update_window(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
     """As the layer's own, with the cut at a size that is computed, not compared."""
     if not self.is_initialized:
         self.lazy_initialization(keys, values)
@@ -65,12 +65,12 @@ def _update(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any,
     if self.record_past:
         self.keys, self.values = whole
         seen = self.sliding_window - 1 + keys.shape[-2]
-        return _last(whole[0], seen), _last(whole[1], seen)
-    self.keys, self.values = (_last(x, self.sliding_window - 1) for x in whole)
+        return _take_last(whole[0], seen), _take_last(whole[1], seen)
+    self.keys, self.values = (_take_last(x, self.sliding_window - 1) for x in whole)
     return whole
 
 
-def _last(x: torch.Tensor, most: int) -> torch.Tensor:
+def _take_last(x: torch.Tensor, most: int) -> torch.Tensor:
     """The last `most` positions, or all if there are fewer."""
     length = x.shape[-2]
     first = torch.sym_max(0, length - most)
@@ -78,7 +78,7 @@ def _last(x: torch.Tensor, most: int) -> torch.Tensor:
     return x.index_select(-2, torch.arange(first, length, device=x.device))
 
 
-def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
+def _compute_mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
     """The number of keys that a call sees, and the position of the first."""
     kept: Any = self.keys.shape[-2] if self.is_initialized else 0
     if self.record_past:
@@ -86,7 +86,7 @@ def _mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
     return kept + query_length, self.cumulative_length - kept
 
 
-def own_states(state: CacheState) -> CacheState:
+def copy_fixed_states(state: CacheState) -> CacheState:
     """The cache with copies of what keeps its size: a forward may write to it in place."""
     grows = ["past" in dims.values() for dims in state.data_dims]
     leaves = [x if g else x.clone() for x, g in zip(state.leaves, grows, strict=True)]
@@ -103,25 +103,25 @@ def tie_lengths(state: CacheState) -> None:
             torch._check(equal)  # pyright: ignore[reportPrivateUsage]  the way to tell a capture
 
 
-def cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
+def list_cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
     """The caches among the outputs, each with the numbers of its tensors in the flat output."""
     return list_caches(pytree.tree_unflatten(list(range(spec.num_leaves)), spec))
 
 
-def learn(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:
+def learn_cache_dims(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:
     """Notes which dims of the caches that come out are of the data: those whose size is free."""
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     named = {node.name: node for node in exported.graph.nodes}
     names = [str(name) for name in exported.graph_signature.user_outputs]
     inputs = [str(name) for name in exported.graph_signature.user_inputs if str(name) in named]
-    batches = _batches([named[name] for name in inputs], axes)
-    for state in cache_outputs(out_spec):
+    batches = _list_batch_sizes([named[name] for name in inputs], axes)
+    for state in list_cache_outputs(out_spec):
         shapes = [named[names[number]].meta["val"].shape for number in state.leaves]
-        learn_dims(state.spec, [_free(shape, batches) for shape in shapes])
+        learn_dims(state.spec, [_find_free_dims(shape, batches) for shape in shapes])
 
 
-def _batches(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
+def _list_batch_sizes(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
     """The batch sizes of the inputs, as the program knows them: it may not know that they agree."""
     tensors = [n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
     return [
@@ -132,7 +132,7 @@ def _batches(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
     ]
 
 
-def _free(shape: torch.Size, batches: Sequence[Any]) -> Mapping[int, str]:
+def _find_free_dims(shape: torch.Size, batches: Sequence[Any]) -> Mapping[int, str]:
     free = {d: s for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
     found = {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
     # where this call fixed the batch, another may not

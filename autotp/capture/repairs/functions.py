@@ -16,21 +16,21 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-from autotp.capture.repairs.branches import outside_torch
-from autotp.capture.repairs.opaque import Applied, Saving, opaque
+from autotp.capture.repairs.branches import find_model_frame
+from autotp.capture.repairs.opaque import AppliedFunction, Saving, make_op
 from autotp.errors import CaptureError
 
-__all__ = ["CapturedAgain", "own_backwards_kept", "sparse_refused"]
+__all__ = ["ExportAgain", "keep_own_backwards", "refuse_sparse_gradients"]
 
 _OURS = ("torch.", "autotp.")  # hooks and checkpoints of torch's, collectives of our own
 
 
-class CapturedAgain(Exception):  # noqa: N818 no error: what was learnt asks for another export
+class ExportAgain(Exception):  # noqa: N818 no error: what was learnt asks for another export
     """A function with a backward of its own was found: as an op it would keep it."""
 
 
 @contextmanager
-def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool) -> Generator[None]:
+def keep_own_backwards(model: str, kept: dict[AppliedFunction, int], *, gradients: bool) -> Generator[None]:
     """Exports the functions of `kept` as ops, which have their own backward passes.
 
     Raises CapturedAgain at the end, if the model applied another one that loses its backward, and
@@ -39,18 +39,18 @@ def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool)
     Constraints: one that nothing passes a gradient to is harmless, and so is one whose backward is
     the derivative of its forward: both are run on random numbers and compared.
     """
-    found: list[tuple[Any, str, tuple[Any, ...], Applied | None, int]] = []
+    found: list[tuple[Any, str, tuple[Any, ...], AppliedFunction | None, int]] = []
     own = torch.autograd.Function.__dict__["apply"]
 
     def noted(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith(_OURS) or not _asks(args, kwargs):
+        if cls.__module__.startswith(_OURS) or not _needs_gradient(args, kwargs):
             return own.__get__(None, cls)(*args, **kwargs)
-        applied = None if kwargs else Applied.of(cls, args)
+        applied = None if kwargs else AppliedFunction.of(cls, args)
         if applied is not None and applied in kept:
-            return opaque(applied, kept[applied])(*applied.given(args))
+            return make_op(applied, kept[applied])(*applied.given(args))
         result = own.__get__(None, cls)(*args, **kwargs)
-        drawn = pytree.tree_map(_drawn, args)
-        found.append((cls, _line(), drawn, applied, _results(result)))
+        drawn = pytree.tree_map(_describe_argument, args)
+        found.append((cls, _find_line(), drawn, applied, _count_results(result)))
         return result
 
     if gradients:
@@ -59,11 +59,11 @@ def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool)
         yield
     finally:
         setattr(torch.autograd.Function, "apply", own)  # noqa: B010 as above
-    lost = [one for one in found if not _derives(one[0], one[2])]
+    lost = [one for one in found if not _is_derivative(one[0], one[2])]
     for function, line, drawn, applied, results in lost:
         barred = "it takes or gives more than tensors and plain values"
         if applied is not None and results:
-            barred = _unsteady(function, drawn)
+            barred = _explain_unsteady(function, drawn)
         if barred or applied is None:
             raise CaptureError(
                 f"{model}: {function.__qualname__}{line} is a torch.autograd.Function: "
@@ -75,16 +75,16 @@ def own_backwards_kept(model: str, kept: dict[Applied, int], *, gradients: bool)
             )
         kept[applied] = results
     if lost:
-        raise CapturedAgain
+        raise ExportAgain
 
 
-def _results(result: object) -> int:
+def _count_results(result: object) -> int:
     """How many tensors a function gave; 0 if it gave anything else."""
     given = result if isinstance(result, tuple) else (result,)
     return len(given) if all(isinstance(one, torch.Tensor) for one in given) else 0
 
 
-class _Drawn(NamedTuple):
+class _RandomArgument(NamedTuple):
     """A tensor argument to be drawn at random once the export is over."""
 
     shape: tuple[int, ...]
@@ -99,70 +99,70 @@ class _Drawn(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
 
-def _made(item: object) -> object:
-    return item.make() if isinstance(item, _Drawn) else item
+def _make_argument(item: object) -> object:
+    return item.make() if isinstance(item, _RandomArgument) else item
 
 
-def _drawn(item: object) -> object:
+def _describe_argument(item: object) -> object:
     if not isinstance(item, torch.Tensor):
         return item
-    return _Drawn(tuple(_size(s) for s in item.shape), item.dtype, item.requires_grad)
+    return _RandomArgument(tuple(_find_size(s) for s in item.shape), item.dtype, item.requires_grad)
 
 
-def _size(size: Any) -> int:
+def _find_size(size: Any) -> int:
     return size if type(size) is int else int(size.node.hint or 2)
 
 
-def _derives(function: Any, arguments: tuple[Any, ...]) -> bool:
+def _is_derivative(function: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a function's backward is what autograd makes of its forward."""
     told = function.setup_context is not torch.autograd.Function.setup_context
     context = () if told else (Saving(),)
     try:
-        by_hand = _gradients(function.apply, arguments)
-        by_torch = _gradients(lambda *given: function.forward(*context, *given), arguments)
+        by_hand = _compute_gradients(function.apply, arguments)
+        by_torch = _compute_gradients(lambda *given: function.forward(*context, *given), arguments)
     except (RuntimeError, TypeError, ValueError, AttributeError):  # not to be run so: not proven
         return False
-    return all(_equal(one, other) for one, other in zip(by_hand, by_torch, strict=True))
+    return all(_is_close(one, other) for one, other in zip(by_hand, by_torch, strict=True))
 
 
-def _unsteady(function: Any, arguments: tuple[Any, ...]) -> str:
+def _explain_unsteady(function: Any, arguments: tuple[Any, ...]) -> str:
     """What makes two runs of a function differ, or write to what they are given; else empty."""
-    given = pytree.tree_map(_made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
-    before = [t.detach().clone() for t in _tensors(given)]
+    given = pytree.tree_map(_make_argument, arguments, is_leaf=lambda x: isinstance(x, _RandomArgument))
+    before = [t.detach().clone() for t in _list_tensors(given)]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         state = torch.get_rng_state()
         try:
-            one, other = (_tensors(function.apply(*given)) for _ in range(2))
+            one, other = (_list_tensors(function.apply(*given)) for _ in range(2))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             return f"it does not run on random numbers ({error})"
         drew = not torch.equal(state, torch.get_rng_state())
-    if drew or not all(map(_same, one, other)):
+    if drew or not all(map(_is_same, one, other)):
         return "it draws random numbers"
-    kept = all(map(_same, before, _tensors(given)))
+    kept = all(map(_is_same, before, _list_tensors(given)))
     return "" if kept else "it writes to what it is given"
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal; NaN, which a root of random numbers gives, is equal to NaN."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _tensors(tree: object) -> list[torch.Tensor]:
+def _list_tensors(tree: object) -> list[torch.Tensor]:
     return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
 
 
-def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def _is_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def _gradients(
+def _compute_gradients(
     run: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients, of fixed weights on all outputs, at arguments drawn anew."""
     with torch.enable_grad():
-        given = pytree.tree_map(_made, arguments, is_leaf=lambda x: isinstance(x, _Drawn))
+        given = pytree.tree_map(_make_argument, arguments, is_leaf=lambda x: isinstance(x, _RandomArgument))
         leaves = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
         outputs = [t for t in pytree.tree_leaves(run(*given)) if isinstance(t, torch.Tensor)]
         total = torch.zeros((), dtype=torch.float64)
@@ -176,7 +176,7 @@ def _gradients(
         return torch.autograd.grad(total, wanted, allow_unused=True)
 
 
-def sparse_refused(model: str, graph: fx.Graph) -> None:
+def refuse_sparse_gradients(model: str, graph: fx.Graph) -> None:
     """Raises CaptureError if an op of `graph` gives a sparse gradient."""
     for node in graph.nodes:
         if isinstance(node.target, OpOverload):
@@ -190,15 +190,15 @@ def sparse_refused(model: str, graph: fx.Graph) -> None:
                 )
 
 
-def _asks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     tensors = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
     return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
 
 
-def _line() -> str:
+def _find_line() -> str:
     """The model's line that applies the function: ` (file:line: code)`."""
     frame = sys._getframe(2)
-    while frame is not None and outside_torch(frame) is None:
+    while frame is not None and find_model_frame(frame) is None:
         frame = frame.f_back
     if frame is None:
         return ""

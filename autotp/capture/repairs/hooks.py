@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
 
-__all__ = ["backward_hooks_refused", "baked_hooks"]
+__all__ = ["refuse_backward_hooks", "record_baked_hooks"]
 
 Hook: TypeAlias = Callable[..., Any]  # Any: a hook takes and gives what its module does
 
@@ -25,7 +25,7 @@ _ON_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextmanager
-def baked_hooks(model: nn.Module) -> Generator[set[int]]:
+def record_baked_hooks(model: nn.Module) -> Generator[set[int]]:
     """The numbers of the forward hooks that change what passes through their module meanwhile.
 
     Constraints:
@@ -39,7 +39,7 @@ def baked_hooks(model: nn.Module) -> Generator[set[int]]:
     for module, name, hooks in aside:
         vars(module)[name] = type(hooks)()
     replaced = [
-        (hooks, number, hook, _noting(hook, number, baked))
+        (hooks, number, hook, _wrap_hook(hook, number, baked))
         for module in model.modules()
         for hooks in (getattr(module, _BEFORE), getattr(module, _AFTER))
         for number, hook in hooks.items()
@@ -56,7 +56,7 @@ def baked_hooks(model: nn.Module) -> Generator[set[int]]:
                 hooks[number] = hook
 
 
-def _noting(hook: Hook, number: int, baked: set[int]) -> Hook:
+def _wrap_hook(hook: Hook, number: int, baked: set[int]) -> Hook:
     def noting(*args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in pytree.tree_leaves((args[1:], kwargs)) if isinstance(x, torch.Tensor)]
         before = [t._version for t in tensors]
@@ -68,9 +68,9 @@ def _noting(hook: Hook, number: int, baked: set[int]) -> Hook:
     return noting
 
 
-def backward_hooks_refused(model: nn.Module) -> None:
+def refuse_backward_hooks(model: nn.Module) -> None:
     """Raises CaptureError if generated code would pass by a backward hook of the model."""
-    found = next(_backward_hooks(model), None)
+    found = next(_list_backward_hooks(model), None)
     if found is not None:
         raise CaptureError(
             f"{type(model).__name__}: {found}, which generated code would not call. Remove it "
@@ -79,7 +79,7 @@ def backward_hooks_refused(model: nn.Module) -> None:
         )
 
 
-def _backward_hooks(model: nn.Module) -> Iterator[str]:
+def _list_backward_hooks(model: nn.Module) -> Iterator[str]:
     for path, module in model.named_modules():
         if any(getattr(module, hooks) for hooks in _BACKWARD):
             yield f"{path or 'the model'} has a backward hook"

@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-__all__ = ["Applied", "Saving", "opaque"]
+__all__ = ["AppliedFunction", "Saving", "make_op"]
 
 _NAMESPACE = "autotp_functions"
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -37,7 +37,7 @@ class Saving:
         """Matters to a backward only."""
 
 
-class Applied(NamedTuple):
+class AppliedFunction(NamedTuple):
     """A function as it was applied: its class, its arguments' structure, and those without tensors.
 
     `fixed` has None where a tensor stands.
@@ -79,43 +79,43 @@ class Applied(NamedTuple):
         return self.function.forward(*context, *self.arguments(tensors))
 
 
-def opaque(applied: Applied, results: int) -> OpOverload:
+def make_op(applied: AppliedFunction, results: int) -> OpOverload:
     """An op that computes what `applied.function` does, `results` tensors, with its own backward.
 
     Example: `torch.ops.autotp_functions.Straight_1f3a5c.default(x)`.
     """
-    key = (applied.function, _digest(applied, results))
-    if key not in _MADE:
-        _MADE[key] = _made(applied, results, _name(*key))
-    return _MADE[key][0]
+    key = (applied.function, _compute_digest(applied, results))
+    if key not in _OPS:
+        _OPS[key] = _register_op(applied, results, _name_op(*key))
+    return _OPS[key][0]
 
 
-_MADE: dict[tuple[Any, str], tuple[OpOverload, torch.library.Library]] = {}  # they live as long
+_OPS: dict[tuple[Any, str], tuple[OpOverload, torch.library.Library]] = {}  # they live as long
 
 
-def _digest(applied: Applied, results: int) -> str:
+def _compute_digest(applied: AppliedFunction, results: int) -> str:
     """What tells one op from another: the same on every rank."""
     said = (applied.function.__module__, applied.spec, applied.fixed, applied.tensors, results)
     return hashlib.sha256(repr(said).encode()).hexdigest()[:6]
 
 
-def _name(function: Any, digest: str) -> str:
+def _name_op(function: Any, digest: str) -> str:
     name = f"{function.__name__}_{digest}"
-    taken = sum(other.__name__ == function.__name__ and d == digest for other, d in _MADE)
+    taken = sum(other.__name__ == function.__name__ and d == digest for other, d in _OPS)
     return f"{name}_{taken}" if taken else name
 
 
-def _made(applied: Applied, results: int, name: str) -> tuple[OpOverload, torch.library.Library]:
+def _register_op(applied: AppliedFunction, results: int, name: str) -> tuple[OpOverload, torch.library.Library]:
     def run(*tensors: torch.Tensor) -> Any:
         with torch.no_grad():
-            return _apart(applied.forward(*tensors), tensors)
+            return _separate_memory(applied.forward(*tensors), tensors)
 
     def saved(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         del output
         ctx.save_for_backward(*inputs)
 
     def back(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return _backward(applied, ctx.saved_tensors, ctx.needs_input_grad, gradients)
+        return _run_backward(applied, ctx.saved_tensors, ctx.needs_input_grad, gradients)
 
     given = ", ".join(f"Tensor x{i}" for i in range(len(applied.tensors)))
     gives = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
@@ -128,7 +128,7 @@ def _made(applied: Applied, results: int, name: str) -> tuple[OpOverload, torch.
     return getattr(getattr(torch.ops, _NAMESPACE), name).default, library
 
 
-def _apart(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def _separate_memory(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """The results, none of them in the memory of an operand: an op's may not be."""
     given = {t.untyped_storage()._cdata for t in tensors}
 
@@ -138,8 +138,8 @@ def _apart(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return pytree.tree_map(apart, results)
 
 
-def _backward(
-    applied: Applied,
+def _run_backward(
+    applied: AppliedFunction,
     tensors: Sequence[torch.Tensor],
     wanted: Sequence[bool],
     gradients: Sequence[torch.Tensor | None],

@@ -18,14 +18,14 @@ from torch.utils._python_dispatch import (
 
 from autotp.capture.program import Guard
 
-__all__ = ["Known", "asks_values", "growing", "value_guards"]
+__all__ = ["KnownValues", "needs_values", "propose_known", "build_value_guards"]
 
 OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.arange)
 """What makes values of nothing but numbers, and nothing to be written to."""
 MOST = 1024  # elements: what has more is data, not the form of data
 
 
-class Known(TorchFunctionMode):
+class KnownValues(TorchFunctionMode):
     """Computes what depends on `tensors` alone for real, whatever traces around it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -79,7 +79,7 @@ class Known(TorchFunctionMode):
             self._tensors = kept
 
 
-def asks_values(error: BaseException | None) -> bool:
+def needs_values(error: BaseException | None) -> bool:
     """Whether a trace failed because the forward asks for values."""
     while error is not None:
         if isinstance(error, GuardOnDataDependentSymNode):
@@ -88,7 +88,7 @@ def asks_values(error: BaseException | None) -> bool:
     return False
 
 
-def growing(inputs: Mapping[str, Any]) -> Iterator[frozenset[str]]:
+def propose_known(inputs: Mapping[str, Any]) -> Iterator[frozenset[str]]:
     """The integer inputs to take at their word: the smallest, that and the next, and so on."""
     small = {
         n: v.numel()
@@ -99,7 +99,7 @@ def growing(inputs: Mapping[str, Any]) -> Iterator[frozenset[str]]:
     return (frozenset(names[: count + 1]) for count in range(len(names)))
 
 
-def value_guards(inputs: Mapping[str, Any], known: frozenset[str]) -> Iterator[Guard]:
+def build_value_guards(inputs: Mapping[str, Any], known: frozenset[str]) -> Iterator[Guard]:
     """That the values which were taken at their word are those."""
     for name in sorted(known):
         yield Guard(f"L[{name!r}].tolist() == {inputs[name].tolist()}")

@@ -13,34 +13,34 @@ __all__ = ["summarise_caches", "count_cache_bytes"]
 
 
 def summarise_caches(
-    findings: Findings, named: Callable[[Partition], str], pricing: Pricing
+    findings: Findings, name_axis: Callable[[Partition], str], pricing: Pricing
 ) -> dict[str, CacheRecord]:
-    """The tensors of the cache by path; `named` gives an axis the name that people read."""
+    """The tensors of the cache by path; `name_axis` gives an axis the name that people read."""
     kept = list_cache_outputs(findings.analysis)
-    return {k.path: _record(k, findings, named, pricing) for k in kept}
+    return {k.path: _summarise_cache(k, findings, name_axis, pricing) for k in kept}
 
 
 def count_cache_bytes(records: Iterable[CacheRecord], tp: int) -> int:
     """The bytes of all tensors on the fullest rank."""
-    return sum(_held(record, tp) for record in records)
+    return sum(_count_rank_bytes(record, tp) for record in records)
 
 
-def _held(record: CacheRecord, tp: int) -> int:
+def _count_rank_bytes(record: CacheRecord, tp: int) -> int:
     if record.dim is None:
         return record.bytes
     split = Split.decode(record.split)
     return record.bytes * split.local_length(0, tp) // split.length()
 
 
-def _record(
-    kept: CacheOutput, findings: Findings, named: Callable[[Partition], str], pricing: Pricing
+def _summarise_cache(
+    kept: CacheOutput, findings: Findings, name_axis: Callable[[Partition], str], pricing: Pricing
 ) -> CacheRecord:
-    analysis, placement = findings.analysis, findings.decision.kept[kept.number]
+    analysis, placement = findings.analysis, findings.decision.caches[kept.number]
     meta = analysis.metas[kept.value]
     size = pricing.bytes(meta)
     split = analysis.split(kept.value, placement)
     if split is None:
         return CacheRecord(kept.path, bytes=size)
     length = int(meta.shape[placement.dim])
-    axis = named(placement.partition)
+    axis = name_axis(placement.partition)
     return CacheRecord(kept.path, placement.dim, axis, length, split.encode(), size)

@@ -107,7 +107,7 @@ class Reasons:
     def _added_after(self, name: str) -> str:
         """Where the products are that a bias is added to, if they are partial sums before it."""
         strategies = self.found.decision.strategies
-        products = self.layouts.products(name) if len(self._dims(name)) == 1 else []
+        products = self.layouts.find_products(name) if len(self._dims(name)) == 1 else []
         partial = bool(products) and all(PARTIAL in strategies[n].results for n in products)
         return describe_place(products[0]) if partial else ""
 

@@ -240,7 +240,7 @@ class _Summary:
     def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
         placement = self._placement(name)
         split = self._split(name, placement)
-        layout = self.layouts.of(name, placement)
+        layout = self.layouts.name_layout(name, placement)
         axis = self._axis_name(placement.partition) if split else None
         return ParameterRecord(
             name=name,

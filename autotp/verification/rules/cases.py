@@ -17,7 +17,7 @@ from autotp.planner.propagate import propagate
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class RandomTensor:
     """A random tensor: numbers in [low, high), or flags; if `fixed`, never a parameter."""
 
     shape: tuple[int, ...]
@@ -37,44 +37,44 @@ class Drawn:
         return torch.randint(low, high, self.shape, generator=generator).to(self.dtype)
 
 
-def real(*shape: int, low: float = -2, high: float = 2) -> Drawn:
+def real(*shape: int, low: float = -2, high: float = 2) -> RandomTensor:
     """Floats of double precision."""
-    return Drawn(shape, torch.float64, low, high)
+    return RandomTensor(shape, torch.float64, low, high)
 
 
-def short(*shape: int) -> Drawn:
+def short(*shape: int) -> RandomTensor:
     """Integers from -2 to 2 in bfloat16: their sums of products stay exact up to 256."""
-    return Drawn(shape, torch.bfloat16, -2, 3)
+    return RandomTensor(shape, torch.bfloat16, -2, 3)
 
 
-def positive(*shape: int) -> Drawn:
+def positive(*shape: int) -> RandomTensor:
     """Floats from 0.5 to 2."""
     return real(*shape, low=0.5)
 
 
-def complexes(*shape: int) -> Drawn:
+def complexes(*shape: int) -> RandomTensor:
     """Complex numbers of double precision."""
-    return Drawn(shape, torch.complex128, 0, 0)
+    return RandomTensor(shape, torch.complex128, 0, 0)
 
 
-def fixed(*shape: int) -> Drawn:
+def fixed(*shape: int) -> RandomTensor:
     """Floats from 0.5 to 2 that take no gradient (the op has none for them)."""
-    return Drawn(shape, torch.float64, 0.5, 2, fixed=True)
+    return RandomTensor(shape, torch.float64, 0.5, 2, fixed=True)
 
 
-def integers(*shape: int, below: int, low: int = 0) -> Drawn:
+def integers(*shape: int, below: int, low: int = 0) -> RandomTensor:
     """Integers from `low` to `below` - 1."""
-    return Drawn(shape, torch.int64, low, below)
+    return RandomTensor(shape, torch.int64, low, below)
 
 
-def flags(*shape: int) -> Drawn:
+def flags(*shape: int) -> RandomTensor:
     """True or false."""
-    return Drawn(shape, torch.bool, 0, 2)
+    return RandomTensor(shape, torch.bool, 0, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of one call, with `Drawn` (or ready tensors) where tensors stand."""
+    """Arguments of one call, with `RandomTensor` (or ready tensors) where tensors stand."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -86,7 +86,7 @@ def call(*args: Any, **kwargs: Any) -> Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OpCase:
     """One call as a program: its tensors by name, its analysis, its node's use."""
 
     program: Program
@@ -99,12 +99,12 @@ class Case:
         return next(reversed(self.analysis.uses.values()))
 
 
-def build_cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
+def build_cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[OpCase]:
     """The case with every tensor a parameter, then with each smaller set; never none."""
     generator = torch.Generator().manual_seed(0)
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
-    drawn = [x.make(generator) if isinstance(x, Drawn) else x for x in flat]
-    never = frozenset(k for k, x in enumerate(flat) if isinstance(x, Drawn) and x.fixed)
+    drawn = [x.make(generator) if isinstance(x, RandomTensor) else x for x in flat]
+    never = frozenset(k for k, x in enumerate(flat) if isinstance(x, RandomTensor) and x.fixed)
     places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
     for count in range(len(places)):
         for constant in combinations(places, count):
@@ -113,7 +113,7 @@ def build_cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[Case]:
 
 def _build_case(
     op: str, flat: list[Any], spec: pytree.TreeSpec, constant: frozenset[int], rules: Rulebook
-) -> Case:
+) -> OpCase:
     graph, tensors, arguments = fx.Graph(), dict[str, Tensor](), list(flat)
     for k, x in sorted(enumerate(flat), key=lambda item: item[0] not in constant):
         if isinstance(x, Tensor):
@@ -123,8 +123,8 @@ def _build_case(
     args, kwargs = pytree.tree_unflatten(arguments, spec)
     node = graph.call_function(find_overload(op), args, kwargs)
     results = run_unsharded(op, flat, spec)
-    node.meta["val"] = pytree.tree_map(_meta, results)
-    graph.output(tuple(_items(graph, node)))
+    node.meta["val"] = pytree.tree_map(_make_meta, results)
+    graph.output(tuple(_list_items(graph, node)))
     program = Program(
         graph=graph,
         inputs=tuple(f"t{k}" for k in sorted(constant)),
@@ -139,7 +139,7 @@ def _build_case(
         training=True,
     )
     parameters = [name for name in tensors if name not in program.inputs]
-    return Case(program, tensors, propagate(program, parameters, rules))
+    return OpCase(program, tensors, propagate(program, parameters, rules))
 
 
 def find_overload(op: str) -> Any:
@@ -156,16 +156,16 @@ def run_unsharded(op: str, flat: list[Any], spec: pytree.TreeSpec) -> Any:
     return find_overload(op)(*args, **kwargs)
 
 
-def _meta(x: Any) -> Any:
+def _make_meta(x: Any) -> Any:
     return torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x
 
 
 def _describe_sample(node: fx.Node, x: Tensor) -> fx.Node:
-    node.meta["val"] = _meta(x)
+    node.meta["val"] = _make_meta(x)
     return node
 
 
-def _items(graph: fx.Graph, node: fx.Node) -> Iterator[fx.Node]:
+def _list_items(graph: fx.Graph, node: fx.Node) -> Iterator[fx.Node]:
     val = node.meta["val"]
     if isinstance(val, Tensor):
         yield node

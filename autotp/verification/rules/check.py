@@ -18,14 +18,14 @@ from autotp.oprules.derive.derive import RULES
 from autotp.oprules.rule import Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.records.rule_verdict import Verdict
-from autotp.verification.rules.cases import Case, Drawn, Sample, build_cases, find_overload
+from autotp.verification.rules.cases import OpCase, RandomTensor, Sample, build_cases, find_overload
 from autotp.verification.rules.laws import find_violations, list_strategies
 from autotp.verification.rules.written import parse_sample
 
 __all__ = ["check_rules", "require_valid_rules"]
 
 _GROUPS = (2, 3)
-_REFUSED = (RuntimeError, ValueError, TypeError, IndexError)
+_REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 _SIZES = (3, 5, 7, 8, 9, 10, 11, 13)
 
 
@@ -86,7 +86,7 @@ def _check_names(row: Row) -> None:
             )
 
 
-def _list_cases(row: Row, rules: Rulebook, random: Random) -> Iterator[Case]:
+def _list_cases(row: Row, rules: Rulebook, random: Random) -> Iterator[OpCase]:
     """List the cases of each sample, and one at other sizes if the op accepts these."""
     for text in row.samples:
         try:
@@ -94,7 +94,7 @@ def _list_cases(row: Row, rules: Rulebook, random: Random) -> Iterator[Case]:
             yield from build_cases(row.op, sample, rules)
         except RuleError as error:
             raise RuleError(f"{row.source}, {row.op}: {error}") from None
-        except _REFUSED as error:
+        except _REFUSALS as error:
             raise RuleError(
                 f"{row.source}, {row.op}: its sample {text!r} cannot be run: {error}"
             ) from error
@@ -103,11 +103,11 @@ def _list_cases(row: Row, rules: Rulebook, random: Random) -> Iterator[Case]:
             yield case
 
 
-def _find_case(op: str, sample: Sample, rules: Rulebook) -> Case | None:
+def _find_case(op: str, sample: Sample, rules: Rulebook) -> OpCase | None:
     """The first case of a sample; None if the op does not take it, forward and backward."""
     try:
         case = next(build_cases(op, sample, rules), None)
-    except _REFUSED:
+    except _REFUSALS:
         return None
     if case is None:
         return None
@@ -120,15 +120,15 @@ def _resize_sample(sample: Sample, random: Random) -> Sample | None:
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     if any(isinstance(x, Tensor) for x in flat):
         return None
-    shapes = [x.shape for x in flat if isinstance(x, Drawn)]
+    shapes = [x.shape for x in flat if isinstance(x, RandomTensor)]
     sizes = sorted({n for shape in shapes for n in shape if n > 1})
     others = dict(zip(sizes, random.sample(_SIZES, min(len(sizes), len(_SIZES))), strict=False))
-    args, kwargs = pytree.tree_unflatten([_with_sizes(x, others) for x in flat], spec)
+    args, kwargs = pytree.tree_unflatten([_resize_tensor(x, others) for x in flat], spec)
     return Sample(args, kwargs)
 
 
-def _with_sizes(x: Any, others: Mapping[int, int]) -> Any:
-    if not isinstance(x, Drawn):
+def _resize_tensor(x: Any, others: Mapping[int, int]) -> Any:
+    if not isinstance(x, RandomTensor):
         return x
     shape = tuple(others.get(n, n) for n in x.shape)
     return replace(x, shape=shape, high=others.get(int(x.high), x.high))

@@ -35,7 +35,7 @@ from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.runtime.ops import library as conjugates
 from autotp.runtime.ops.blocks import keep_first_copy, slice_block, write_block
 from autotp.runtime.ops.grouped_rows import move_rows_back, move_rows_first
-from autotp.verification.rules.cases import Case
+from autotp.verification.rules.cases import OpCase
 from autotp.verification.rules.rank import RankInterpreter
 
 _ = conjugates  # imported for what it registers: torch.ops.autotp
@@ -43,7 +43,7 @@ TOLERANCE = 1e-10
 UNDEFINED = {"aten.empty_like.default"}  # values are anything
 
 
-def list_strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
+def list_strategies(case: OpCase, tp: int, *, training: bool) -> tuple[Strategy, ...]:
     """Every strategy of the case's node."""
     analysis, use = case.analysis, case.use
     metas = [analysis.metas[(use.node, k)] for k in range(len(use.rule.results))]
@@ -54,11 +54,11 @@ def list_strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, .
         all(m.is_floating_point() for m in metas),
         any((use.node, k) in analysis.differentiable for k in range(len(metas))),
     )
-    offers = offer_everything(case, tp)
+    offers = offer_all_partitions(case, tp)
     return derive_strategies(use.rule, facts, analysis.forest, tp, training=training, offers=offers)
 
 
-def offer_everything(case: Case, tp: int) -> Offers:
+def offer_all_partitions(case: OpCase, tp: int) -> Offers:
     """All that a group of `tp` could ever cut in the case's node."""
     forest, rule = case.analysis.forest, case.use.rule
     leaves = [a for f in rule.factors for a in forest.leaves(f.dim) if not (a.data or a.groups)]
@@ -72,38 +72,38 @@ def offer_everything(case: Case, tp: int) -> Offers:
     return Offers(frozenset(a.name for a in axes), tuple(factored))
 
 
-def find_violations(case: Case, tp: int, *, only: Sequence[Strategy] | None = None) -> list[str]:
+def find_violations(case: OpCase, tp: int, *, only: Sequence[Strategy] | None = None) -> list[str]:
     """Every way in which some strategy breaks the law at group size `tp`; empty if none does.
 
     - `only`: strategies for training to look at; default all, and those without gradients that
       training does not have.
     """
-    trained = _strategies(case, tp, training=True) if only is None else only
-    seen = {_forward(s) for s in trained}
-    plain = _strategies(case, tp, training=False) if only is None else ()
-    laws = [_Law(case, s, tp, training=True) for s in trained]
-    laws += [_Law(case, s, tp, training=False) for s in plain if _forward(s) not in seen]
+    trained = _select_strategies(case, tp, training=True) if only is None else only
+    seen = {_describe_forward(s) for s in trained}
+    plain = _select_strategies(case, tp, training=False) if only is None else ()
+    laws = [_StrategyCheck(case, s, tp, training=True) for s in trained]
+    laws += [_StrategyCheck(case, s, tp, training=False) for s in plain if _describe_forward(s) not in seen]
     return [f"tp {tp}, {law.strategy.label}: {reason}" for law in laws for reason in law.reasons()]
 
 
-def _strategies(case: Case, tp: int, *, training: bool) -> tuple[Strategy, ...]:
+def _select_strategies(case: OpCase, tp: int, *, training: bool) -> tuple[Strategy, ...]:
     """Those to look at: of sizes with a group in factors, what needs one (the rest is as at 2)."""
     every = list_strategies(case, tp, training=training)
     prime = all(tp % n for n in range(2, tp))
     return every if prime else tuple(s for s in every if any(p.parts for p in s.partition.parts))
 
 
-def _forward(strategy: Strategy) -> tuple[object, ...]:
+def _describe_forward(strategy: Strategy) -> tuple[object, ...]:
     def kind(p: Placement) -> object:
         return "R" if p.kind in ("R", "R~") else p
 
     return tuple(kind(p) for p in (*strategy.operands, *strategy.results))
 
 
-class _Law:
+class _StrategyCheck:
     """One strategy of one case, run on every rank and compared."""
 
-    def __init__(self, case: Case, strategy: Strategy, tp: int, training: bool) -> None:
+    def __init__(self, case: OpCase, strategy: Strategy, tp: int, training: bool) -> None:
         self.case, self.strategy, self.tp, self.training = case, strategy, tp, training
         self.forest, self.use = case.analysis.forest, case.use
         self.generator = torch.Generator().manual_seed(1)
@@ -189,7 +189,7 @@ class _Law:
     def _given(self, g: Tensor, placement: Placement, dims: Sequence[Dim]) -> list[Tensor]:
         """Each rank's gradient of a result so placed."""
         if placement.kind != "S~":
-            return self._placed(g, _dual(placement), dims)
+            return self._placed(g, _find_dual(placement), dims)
         ((dim, split),) = list_splits(self.forest, dims, placement)
         noise = [self._part(self._random(g), placement, dims, r) for r in range(self.tp)]
         own = [n - keep_first_copy(n, dim, split, r, self.tp) for r, n in enumerate(noise)]
@@ -255,7 +255,7 @@ class _Law:
         elif placement.kind == "P":
             wanted, parts = [whole], [sum(parts[1:], parts[0])]
         for rank, (expected, part) in enumerate(zip(wanted, parts, strict=True)):
-            if reason := _difference(expected.detach(), part.detach()):
+            if reason := _describe_difference(expected.detach(), part.detach()):
                 yield f"{what} as {placement} on rank {rank}: {reason}"
 
     def _gradients(
@@ -271,13 +271,13 @@ class _Law:
         if not flowing or not leaves:
             return
         given = [self._random(expected[k]) for k in flowing]
-        total = _backward([expected[k] for k in flowing], list(leaves.values()), given)
+        total = _compute_gradients([expected[k] for k in flowing], list(leaves.values()), given)
         placed = [
             self._given(g, self.strategy.results[k], self.use.rule.results[k])
             for k, g in zip(flowing, given, strict=True)
         ]
         ranks = [
-            _backward(
+            _compute_gradients(
                 [local[rank][k] for k in flowing],
                 [parts[n][rank] for n in leaves],
                 [p[rank] for p in placed],
@@ -285,7 +285,7 @@ class _Law:
             for rank in range(self.tp)
         ]
         for at, name in enumerate(leaves):
-            kind = _dual(self.placements[name])
+            kind = _find_dual(self.placements[name])
             found = [gradients[at] for gradients in ranks]
             if kind.kind == "S~":
                 ((dim, split),) = list_splits(self.forest, dims[name], kind)
@@ -313,13 +313,13 @@ def list_splits(
     return [(d, split) for d, split in splits if split is not None]
 
 
-def _dual(placement: Placement) -> Placement:
+def _find_dual(placement: Placement) -> Placement:
     """How the gradient of a value so placed lies."""
     kinds: dict[str, Kind] = {"P": "R", "R~": "P"}
     return replace(placement, kind=kinds.get(placement.kind, placement.kind))
 
 
-def _backward(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor]) -> list[Tensor]:
+def _compute_gradients(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor]) -> list[Tensor]:
     if not any(x.requires_grad for x in outputs):
         return [torch.zeros_like(x) for x in inputs]
     pairs = [(x, g) for x, g in zip(outputs, given, strict=True) if x.requires_grad]
@@ -333,7 +333,7 @@ def _backward(outputs: list[Tensor], inputs: list[Tensor], given: list[Tensor]) 
     return list(found)
 
 
-def _difference(expected: Tensor, found: Tensor) -> str:
+def _describe_difference(expected: Tensor, found: Tensor) -> str:
     if expected.shape != found.shape:
         return f"shape {tuple(found.shape)}, whole {tuple(expected.shape)}"
     if not expected.numel():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autotp.errors import RuleError
 from autotp.verification.rules.cases import (
-    Drawn,
+    RandomTensor,
     Sample,
     complexes,
     fixed,
@@ -29,14 +29,14 @@ from autotp.verification.rules.cases import (
 __all__ = ["parse_sample"]
 
 
-def _tensor(values: list[Any], *, dtype: torch.dtype | None = None) -> Tensor:
+def _make_tensor(values: list[Any], *, dtype: torch.dtype | None = None) -> Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-_RANDOM: Mapping[str, Callable[..., Drawn]] = {
+_RANDOM: Mapping[str, Callable[..., RandomTensor]] = {
     f.__name__: f for f in (complexes, fixed, flags, integers, positive, real, short)
 }
-_TENSORS: Mapping[str, Callable[..., Any]] = {**_RANDOM, "torch.tensor": _tensor}
+_TENSORS: Mapping[str, Callable[..., Any]] = {**_RANDOM, "torch.tensor": _make_tensor}
 _DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 
 
@@ -46,7 +46,7 @@ def parse_sample(text: str) -> Sample:
         call = ast.parse(f"call({text})", mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
             raise ValueError("this is more than the arguments of one call")
-        return Sample(*_arguments(call))
+        return Sample(*_parse_arguments(call))
     except (SyntaxError, TypeError, ValueError, RuntimeError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error
         raise RuleError(
@@ -55,18 +55,18 @@ def parse_sample(text: str) -> Sample:
         ) from None
 
 
-def _arguments(call: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    named = {k.arg: _value(k.value) for k in call.keywords if k.arg is not None}
+def _parse_arguments(call: ast.Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    named = {k.arg: _parse_value(k.value) for k in call.keywords if k.arg is not None}
     if len(named) < len(call.keywords):
         raise ValueError("** is not allowed: name each argument")
-    return tuple(map(_value, call.args)), named
+    return tuple(map(_parse_value, call.args)), named
 
 
-def _value(node: ast.expr) -> Any:
+def _parse_value(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item) for item in node.elts]
+        return [_parse_value(item) for item in node.elts]
     if isinstance(node, ast.Call):
-        return _described(node)
+        return _make_described(node)
     written = ast.unparse(node)
     if written in _DTYPES:
         return _DTYPES[written]
@@ -76,12 +76,12 @@ def _value(node: ast.expr) -> Any:
         raise ValueError(f"{written!r} is neither a literal nor a dtype") from None
 
 
-def _described(call: ast.Call) -> Any:
+def _make_described(call: ast.Call) -> Any:
     """The tensor that a call describes."""
     name = ast.unparse(call.func)
     if name not in _TENSORS:
         raise ValueError(f"{name!r} does not describe a tensor")
-    args, kwargs = _arguments(call)
+    args, kwargs = _parse_arguments(call)
     if name in _RANDOM and not all(type(size) is int and size >= 0 for size in args):
         raise ValueError(f"{ast.unparse(call)}: sizes are integers, 0 or larger")
     return _TENSORS[name](*args, **kwargs)

@@ -9,13 +9,13 @@ another, so that gradients are in lockstep as well. A wrong graph gives wrong va
 would there; what would hang there is an error.
 """
 
-from autotp.verification.simulate.lockstep import OUTPUT, Observe, Part, Read, find_flat_name
+from autotp.verification.simulate.lockstep import OUTPUT, Observe, RankGraph, Read, find_flat_name
 from autotp.verification.simulate.ranks import Simulation, find_variant, simulate, walk_ranks
 
 __all__ = [
     "OUTPUT",
     "Observe",
-    "Part",
+    "RankGraph",
     "Read",
     "Simulation",
     "find_flat_name",

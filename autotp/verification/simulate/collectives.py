@@ -31,7 +31,7 @@ Tally: TypeAlias = Counter[str]
 NAMESPACES = ("autotp", "_c10d_functional")
 """Ops of these namespaces ask for a group: they run jointly or not at all."""
 
-_OWN = {"x", "xs", "index", "bounds", "input", "tensor", "input_split_sizes", "output_split_sizes"}
+_RANK_ARGUMENTS = {"x", "xs", "index", "bounds", "input", "tensor", "input_split_sizes", "output_split_sizes"}
 """The arguments that are a rank's own; bounds are compared by value, and sizes when exchanged."""
 
 
@@ -67,7 +67,7 @@ class Lockstep:
         self.tally[f"{self.phase} {collective}"] += 1
         xs = [message.x for message in messages]
         if collective == "all_to_all":
-            return _exchanged(messages)
+            return _exchange_rows(messages)
         _check_alike(xs)
         match collective:
             case "all_reduce":
@@ -76,18 +76,18 @@ class Lockstep:
                 rows = torch.cat(xs)
                 return [rows, *(rows.clone() for _ in xs[1:])]
             case "reduce_scatter":
-                return [row.clone() for row in _total(xs).chunk(self.size)]
+                return [row.clone() for row in _sum_tensors(xs).chunk(self.size)]
 
     def _sums(self, xs: Sequence[Tensor]) -> list[Tensor]:
         sums = list(xs)
         for them in dict.fromkeys(self.peers or [Peers(0, self.size, 1)]):
-            total = _total([xs[rank] for rank in them.ranks])
+            total = _sum_tensors([xs[rank] for rank in them.ranks])
             for rank in them.ranks:
                 sums[rank] = total if rank == them.first else total.clone()
         return sums
 
 
-def _total(xs: Sequence[Tensor]) -> Tensor:
+def _sum_tensors(xs: Sequence[Tensor]) -> Tensor:
     first, *others = xs
     total = first.clone()
     for other in others:
@@ -95,7 +95,7 @@ def _total(xs: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def _exchanged(messages: Sequence[Message]) -> list[Tensor]:
+def _exchange_rows(messages: Sequence[Message]) -> list[Tensor]:
     """Of every rank, the rows that are for each of the others, in the order of their ranks."""
     sent = [list(message.sent) for message in messages]
     received = [list(message.received) for message in messages]
@@ -119,7 +119,7 @@ def _check_alike(xs: Sequence[Tensor]) -> None:
 
 def _check_agreement(given: Sequence[Arguments]) -> None:
     """Raises VerifyError unless all ranks give the same arguments, but for their own tensors."""
-    first, *others = [{k: v for k, v in own.items() if k not in _OWN} for own in given]
+    first, *others = [{k: v for k, v in own.items() if k not in _RANK_ARGUMENTS} for own in given]
     for rank, other in enumerate(others, 1):
         if other != first:
             raise VerifyError(
@@ -136,7 +136,7 @@ def _check_agreement(given: Sequence[Arguments]) -> None:
             )
 
 
-def _raw(collective: Collective, given: Sequence[Arguments], lockstep: Lockstep) -> list[Tensor]:
+def _run_functional(collective: Collective, given: Sequence[Arguments], lockstep: Lockstep) -> list[Tensor]:
     """A plain functional collective, whose backward is torch's own choice."""
     if given[0].get("group_size", len(given)) != len(given):
         raise VerifyError(
@@ -153,7 +153,7 @@ def _raw(collective: Collective, given: Sequence[Arguments], lockstep: Lockstep)
     return lockstep.exchange(collective, messages)
 
 
-def _wait(given: Sequence[Arguments], lockstep: Lockstep) -> list[Tensor]:
+def _wait_tensor(given: Sequence[Arguments], lockstep: Lockstep) -> list[Tensor]:
     return [own["tensor"] for own in given]
 
 
@@ -161,8 +161,8 @@ Joint: TypeAlias = Callable[[Sequence[Arguments], Lockstep], list[Any]]
 
 JOINT: Mapping[str, Joint] = {
     **{f"autotp::{name}": op for name, op in OPS.items()},
-    **{f"_c10d_functional::{name}": partial(_raw, kind) for name, kind in FUNCTIONAL.items()},
-    "_c10d_functional::wait_tensor": _wait,
+    **{f"_c10d_functional::{name}": partial(_run_functional, kind) for name, kind in FUNCTIONAL.items()},
+    "_c10d_functional::wait_tensor": _wait_tensor,
 }
 """Every op that asks for a group, by name: the closed list of what a rewritten graph may hold."""
 

@@ -20,7 +20,7 @@ from autotp.errors import AutotpError, VerifyError
 from autotp.runtime.ops.library import bind_arguments
 from autotp.verification.simulate.collectives import NAMESPACES, Tally, run_jointly
 
-__all__ = ["OUTPUT", "Observe", "Part", "RankTensors", "Read", "Walker", "find_flat_name"]
+__all__ = ["OUTPUT", "Observe", "RankGraph", "RankTensors", "Read", "Walker", "find_flat_name"]
 
 Observe: TypeAlias = Callable[[str, list[Tensor]], None]
 """Told of each tensor as it is made: the flat node's name, and its value on each rank."""
@@ -42,7 +42,7 @@ Given: TypeAlias = tuple[tuple[Result, ...], dict[str, Result]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RankGraph:
     """What one rank runs: graphs on a tree of modules.
 
     - `layers`: the graph of each `call_module` target, run on the module at that path.
@@ -60,7 +60,7 @@ class Part:
 class RankTensors:
     """One rank's parameters, buffers and inputs, in the dtype that is computed in."""
 
-    def __init__(self, part: Part, dtype: torch.dtype | None) -> None:
+    def __init__(self, part: RankGraph, dtype: torch.dtype | None) -> None:
         """Those of `part`; without a `dtype`, as they are."""
         self.part, self.dtype = part, dtype
         named = dict(part.module.named_parameters())
@@ -89,10 +89,10 @@ class RankTensors:
     def _cast(self, value: Tensor) -> Tensor:
         if id(value) in self.known:
             return self.known[id(value)]
-        return value if self._fits(value) else value.to(_exchange(value.dtype, self.dtype))
+        return value if self._fits(value) else value.to(_replace_dtype(value.dtype, self.dtype))
 
     def _fits(self, value: Tensor) -> bool:
-        return _exchange(value.dtype, self.dtype) == value.dtype
+        return _replace_dtype(value.dtype, self.dtype) == value.dtype
 
 
 class Walker:
@@ -100,7 +100,7 @@ class Walker:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RankGraph],
         tensors: Sequence[RankTensors],
         observe: Observe | None,
         read: Read | None,
@@ -120,9 +120,9 @@ class Walker:
         """Each rank's results of its graph, of the module at `path`, for its `inputs`."""
         feeds = [iter(given) for given in inputs]
         values: list[dict[fx.Node, Result]] = [{} for _ in graphs]
-        last = [_last_uses(graph) for graph in graphs]
+        last = [_find_last_uses(graph) for graph in graphs]
         results: list[Result] = []
-        for nodes in _in_lockstep(path, graphs):
+        for nodes in _zip_nodes(path, graphs):
             results = self._results(path, nodes, values, feeds)
             self._show(path, nodes[0], results)
             for node, known, result, uses in zip(nodes, values, results, last, strict=True):
@@ -181,7 +181,7 @@ class Walker:
         def value(item: Result) -> Result:
             if isinstance(item, fx.Node):
                 return self._operand(path, rank, node, item, known[item])
-            return _exchange(item, self.dtype) if isinstance(item, torch.dtype) else item
+            return _replace_dtype(item, self.dtype) if isinstance(item, torch.dtype) else item
 
         positional: Result = map_aggregate(node.args, value)
         keywords: Result = map_aggregate(node.kwargs, value)
@@ -216,7 +216,7 @@ def find_flat_name(origin: Mapping[fx.Node, str], path: str, node: fx.Node) -> s
     return OUTPUT if node.op == "output" else origin.get(node) or f"{path}/{node.name}"
 
 
-def _in_lockstep(path: str, graphs: Sequence[fx.Graph]) -> Iterator[tuple[fx.Node, ...]]:
+def _zip_nodes(path: str, graphs: Sequence[fx.Graph]) -> Iterator[tuple[fx.Node, ...]]:
     """The nodes of all ranks' graphs, position by position."""
     columns = [list(graph.nodes) for graph in graphs]
     for nodes in zip(*columns, strict=False):
@@ -234,7 +234,7 @@ def _in_lockstep(path: str, graphs: Sequence[fx.Graph]) -> Iterator[tuple[fx.Nod
         )
 
 
-def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def _find_last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """For each node, the values that nobody needs after it."""
     last: dict[fx.Node, list[fx.Node]] = {}
     done: set[fx.Node] = set()
@@ -246,7 +246,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return last
 
 
-def _exchange(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def _replace_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """`own`, or what stands for it when floating values are computed in `dtype`."""
     if dtype is None or not (own.is_floating_point or own.is_complex):
         return own

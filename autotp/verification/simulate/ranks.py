@@ -17,7 +17,7 @@ from autotp.runtime.model import ShardedModel
 from autotp.runtime.ops.blocks import concatenate_shards, slice_block
 from autotp.runtime.variant import Variant
 from autotp.verification.simulate.collectives import Tally
-from autotp.verification.simulate.lockstep import Observe, Part, RankTensors, Read, Walker
+from autotp.verification.simulate.lockstep import Observe, RankGraph, RankTensors, Read, Walker
 
 __all__ = ["Simulation", "list_input_leaves", "simulate", "find_variant", "walk_ranks"]
 
@@ -56,7 +56,7 @@ def simulate(
     inputs = flatten_caches(dict(inputs))
     variants = [find_variant(model, inputs) for model in models]
     parts = [
-        Part(model, variant.outlined.root, variant.outlined.layers, variant.outlined.origin)
+        RankGraph(model, variant.outlined.root, variant.outlined.layers, variant.outlined.origin)
         for model, variant in zip(models, variants, strict=True)
     ]
     caches = variants[0].plan.caches
@@ -65,7 +65,7 @@ def simulate(
 
 
 def walk_ranks(
-    parts: Sequence[Part],
+    parts: Sequence[RankGraph],
     program: Program,
     inputs: Mapping[str, Any],
     caches: Mapping[str, CacheRecord] | None = None,
@@ -76,18 +76,18 @@ def walk_ranks(
 ) -> Simulation:
     """What `parts` compute in lockstep; `program` names their inputs and shapes their outputs.
 
-    A whole model is the case of one part: `Part(model, program.graph, {}, {})`. Caches go in and
+    A whole model is the case of one part: `RankGraph(model, program.graph, {}, {})`. Caches go in and
     come out whole; `caches` says which parts of them the ranks have.
     """
     tensors = [RankTensors(part, dtype) for part in parts]
     leaves = name_leaves(inputs)
-    kept = _KeptValues(program, caches or {}, len(parts))
+    kept = _CacheShards(program, caches or {}, len(parts))
     given = [
         [own.input(kept.part(name, leaves[name], rank)) for name in program.inputs]
         for rank, own in enumerate(tensors)
     ]
     walker = Walker(parts, tensors, observe, read, dtype)
-    with _default(dtype):
+    with _set_default_dtype(dtype):
         flat = walker.run("", [part.root for part in parts], given)
     outputs = [pytree.tree_unflatten(results, program.out_spec) for results in kept.joined(flat)]
     leaves_of = [
@@ -98,7 +98,7 @@ def walk_ranks(
 
 
 @dataclass(frozen=True, slots=True)
-class _KeptValues:
+class _CacheShards:
     """The tensors of a program's cache, cut for the ranks as `caches` says."""
 
     program: Program
@@ -145,7 +145,7 @@ def find_variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
 
 
 @contextmanager
-def _default(dtype: torch.dtype | None) -> Generator[None]:
+def _set_default_dtype(dtype: torch.dtype | None) -> Generator[None]:
     """Tensors made without a dtype are of `dtype` inside."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
