@@ -1,1 +1,1 @@
-"""What a collective, a change of placement and the state of training cost on a machine."""
+"""The cost of collectives, of conversions between placements, and of training state."""

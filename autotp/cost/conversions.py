@@ -1,8 +1,7 @@
-"""What it costs to change one value's placement, and which way of several is the cheapest.
+"""The cost of converting a value between placements, and the cheapest of several ways.
 
-A cost is (forbidden, time in picoseconds, collectives, conversions), compared as a tuple. The
-solver prices edges with it and the rewriter asks it again which conversions were meant, so both
-must agree.
+A cost is (forbidden, time in picoseconds, collectives, conversions), compared as a tuple. Both the
+placement problem and the rewrite use these functions, so that they agree on the conversions.
 """
 
 from collections.abc import Callable
@@ -19,16 +18,16 @@ __all__ = ["Cost", "Delivered", "Prices", "count_moved_bytes", "list_primitives"
 
 Cost: TypeAlias = tuple[int, int, int, int]
 Delivered: TypeAlias = tuple[Placement, ...]
-"""One or two placements that a value with several readers is brought to."""
+"""One or two placements to which a value with several readers is converted."""
 
 _FREE: Cost = (0, 0, 0, 0)
 _NEVER: Cost = (1, 0, 0, 0)
 
 
 _UNPRICED = {("R~", "R"), ("S", "R~")}
-"""Right for activations, but left out of the search (docs/solver.md): they would trade half of one
-all-reduce a step for a residual stream whose gradient, and every norm's, is partial in all
-layers."""
+"""Correct for activations, but excluded from the search (docs/explanation/solver.md): they would
+save half of one all-reduce per step, and make the gradients of the residual stream and of every
+norm partial in all layers."""
 
 
 def list_primitives(
@@ -40,16 +39,16 @@ def list_primitives(
     training: bool,
     everything: bool = False,
 ) -> tuple[Primitive, Primitive] | None:
-    """The (forward, backward) primitives of a conversion, or None if it is forbidden.
+    """List the (forward, backward) primitives of a conversion, or None if it is forbidden.
 
-    - `weight`: the value is a parameter or computed from parameters alone.
-    - `keep`: the reader is a bias slot, where R may become P, as a weight may anywhere.
-    - `everything`: conversions that the search leaves out are open too.
+    - `weight`: the value is a parameter, or computed from parameters alone.
+    - `keep`: the reader is a bias operand, where R may become P, as a weight may anywhere.
+    - `everything`: conversions that the search excludes are allowed too.
     """
     if source == target:
         return IDENTITY, IDENTITY
     if source.kind == target.kind and source.dim == target.dim:
-        return None  # two axes of one dim: gathered first
+        return None  # two axes of one dim: it must be gathered first
     conversion = CONVERSIONS.get((source.kind, target.kind))
     if conversion is None:
         return None
@@ -63,13 +62,13 @@ def list_primitives(
 
 
 def _may_convert_weight(source: Placement, target: Placement, *, training: bool) -> bool:
-    """Whether a weight may change so: no collective forward or backward, outside the bucket."""
+    """Whether a weight may be converted so: without a collective outside the gradient bucket."""
     pairs = {("R", "P"), ("R~", "R"), ("R~", "S"), ("R~", "S~")}
     return (source.kind, target.kind) in (pairs if training else pairs | {("R", "S")})
 
 
 def count_moved_bytes(kind: str, size: int, tp: int, padding: Fraction) -> int:
-    """The largest tensor on a rank when a collective moves a value of `size` bytes."""
+    """Count the bytes of the largest tensor on a rank when a collective moves `size` bytes."""
     if kind == "all_reduce":
         return size
     padded = ceil(size * padding)
@@ -78,12 +77,12 @@ def count_moved_bytes(kind: str, size: int, tp: int, padding: Fraction) -> int:
 
 @dataclass(slots=True)
 class Prices:
-    """Costs of conversions of one value of `size` bytes.
+    """The costs of converting one value of `size` bytes.
 
-    - `summed`: its bytes where it is summed over the group, in a wider dtype perhaps.
+    - `summed`: its bytes when it is summed over the group, perhaps in a wider dtype.
     - `flows`: a gradient flows through it; `weight`: it is computed from parameters alone.
-    - `padding`: how many bytes ranks exchange a byte of a value cut so; more than 1 where parts are
-      uneven, since collectives move parts of one length.
+    - `padding`: bytes exchanged per byte of a value with a given placement; more than 1 for uneven
+      shards, since collectives move shards of equal length.
     """
 
     size: int
@@ -99,15 +98,15 @@ class Prices:
         default_factory=dict[tuple[Placement, Placement, bool], Cost]
     )
 
-    def between(self, source: Placement, target: Placement, *, keep: bool = False) -> Cost:
-        """The cost of one conversion."""
+    def price_conversion(self, source: Placement, target: Placement, *, keep: bool = False) -> Cost:
+        """Estimate the cost of one conversion."""
         key = (source, target, keep)
         found = self.cache.get(key)
         if found is None:
-            found = self.cache[key] = self._price(source, target, keep)
+            found = self.cache[key] = self._compute_cost(source, target, keep)
         return found
 
-    def _price(self, source: Placement, target: Placement, keep: bool) -> Cost:
+    def _compute_cost(self, source: Placement, target: Placement, keep: bool) -> Cost:
         if source == target:
             return _FREE
         steps = list_primitives(
@@ -122,37 +121,37 @@ class Prices:
             return _NEVER
         both = steps if self.flows and self.training else steps[:1]
         run = [kind for step in both if (kind := step.collective)]
-        cut = source if source.is_split else target
-        return 0, sum(self._time(kind, cut) for kind in run), len(run), 1
+        split = source if source.is_split else target
+        return 0, sum(self._estimate_time(kind, split) for kind in run), len(run), 1
 
-    def _time(self, kind: str, cut: Placement) -> int:
+    def _estimate_time(self, kind: str, split: Placement) -> int:
         own = self.summed if kind in SUMS else self.size
-        size = count_moved_bytes(kind, own, self.tp, self.padding(cut))
+        size = count_moved_bytes(kind, own, self.tp, self.padding(split))
         return estimate_time_ps(kind, size, self.tp, self.machine)
 
-    def tree(self, source: Placement, targets: Delivered) -> Cost:
-        """The cost of the cheapest way to have every one of `targets`."""
-        return self.cheapest(source, targets)[0]
+    def price_tree(self, source: Placement, targets: Delivered) -> Cost:
+        """Estimate the cost of the cheapest way to deliver all `targets`."""
+        return self.find_cheapest_tree(source, targets)[0]
 
-    def cheapest(self, source: Placement, targets: Delivered) -> tuple[Cost, tuple[int, ...]]:
-        """The cheapest tree: its cost, and for each target its parent among them (-1: the
-        source).
-        """
+    def find_cheapest_tree(
+        self, source: Placement, targets: Delivered
+    ) -> tuple[Cost, tuple[int, ...]]:
+        """Find the cheapest tree: its cost, and each target's parent among them (-1: the source)."""
         if len(targets) == 1:
-            return self.between(source, targets[0]), (-1,)
+            return self.price_conversion(source, targets[0]), (-1,)
         one, two = targets
-        first, second = self.between(source, one), self.between(source, two)
+        first, second = self.price_conversion(source, one), self.price_conversion(source, two)
         return min(
             (_add_costs(first, second), (-1, -1)),
-            (_add_costs(first, self.between(one, two)), (-1, 0)),
-            (_add_costs(second, self.between(two, one)), (1, -1)),
+            (_add_costs(first, self.price_conversion(one, two)), (-1, 0)),
+            (_add_costs(second, self.price_conversion(two, one)), (1, -1)),
         )
 
-    def nearest(
+    def find_nearest(
         self, sources: Delivered, target: Placement, *, keep: bool = False
     ) -> tuple[Cost, Placement]:
-        """The cheapest conversion to `target` from any of `sources`, and from which."""
-        costs = [(self.between(s, target, keep=keep), k) for k, s in enumerate(sources)]
+        """Find the cheapest conversion to `target` from any of `sources`: its cost and its source."""
+        costs = [(self.price_conversion(s, target, keep=keep), k) for k, s in enumerate(sources)]
         cost, best = min(costs)
         return cost, sources[best]
 

@@ -1,6 +1,6 @@
-"""The machine for which the cost of a plan is estimated: its links, and figures of its devices.
+"""The machine for which costs are estimated: its links and the figures of its devices.
 
-A machine is a file of `rules/machines/`, plain data with its sources:
+A machine is a TOML file in `rules/machines/`, with the sources of its figures:
 
     name = "h100"
     description = "NVIDIA H100 SXM5 80 GB"
@@ -25,10 +25,10 @@ __all__ = ["Link", "Machine", "load_machine", "list_machines"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link that joins up to `reach` devices.
+    """A link that connects up to `reach` devices.
 
-    - `latency_ps`: what one all-gather or reduce-scatter costs beside its bytes, in picoseconds.
-    - `bytes_per_second`: per device and direction.
+    - `latency_ps`: the fixed time of one all-gather or reduce-scatter, in picoseconds.
+    - `bytes_per_second`: the bandwidth per device and direction.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One kind of machine; all figures are of one device.
+    """One kind of machine; all figures are per device.
 
-    - `links`: what costs are estimated from.
+    - `links`: from which costs are estimated.
     - `devices_per_node`, `memory_bytes`, `memory_bandwidth` (bytes per second), and `flops`: dtype
       name to dense operations per second. A file may leave them out: no cost depends on them yet.
     - `source`: where the figures come from.
-    - `device`: the torch device type that graphs for it name.
+    - `device`: the torch device type in graphs for this machine.
     """
 
     name: str
@@ -59,30 +59,30 @@ class Machine:
     source: str = ""
     device: str = "cuda"
 
-    def link(self, tp: int) -> Link:
-        """The fastest link that joins `tp` devices.
+    def find_link(self, tp: int) -> Link:
+        """Find the fastest link that connects `tp` devices.
 
-        Constraints: raises PlanError when none reaches that far.
+        Raises PlanError if there is none.
         """
         reaching = [link for link in self.links if link.reach >= tp]
         if not reaching:
             most = max(link.reach for link in self.links)
             raise PlanError(
-                f"machine {self.name}: no link joins {tp} devices, the longest reaches {most}. "
-                f"Choose tp up to {most}, or a machine file with a longer link."
+                f"machine {self.name}: no link connects {tp} devices; the longest reaches {most}. "
+                f"Choose a tp of at most {most}, or a machine file with a longer link."
             )
         return max(reaching, key=lambda link: link.bytes_per_second)
 
 
 def list_machines(root: Path) -> list[str]:
-    """The names of the machines in the rules directory `root`, sorted."""
+    """List the names of the machines in the rules directory `root`, sorted."""
     return sorted(path.stem for path in (root / "machines").glob("*.toml"))
 
 
 def load_machine(name_or_path: str | Path, root: Path) -> Machine:
-    """The machine called `name_or_path` in the rules directory `root`, or read from that file.
+    """Load the machine called `name_or_path` from the rules directory `root`, or from that file.
 
-    Constraints: raises PlanError for an unknown name, an unreadable file or impossible figures.
+    Raises PlanError for an unknown name, an unreadable file or impossible figures.
     """
     path = _find_file(str(name_or_path), root)
     try:
@@ -106,13 +106,13 @@ def _find_file(name: str, root: Path) -> Path:
     close = get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     raise PlanError(
-        f"machine {name!r} is unknown. {hint}Known are {', '.join(known)}; "
-        f"or give the path of a .toml file."
+        f"machine {name!r} is unknown. {hint}The known machines are {', '.join(known)}. "
+        "You can also give the path of a .toml file."
     )
 
 
 def _find_fault(machine: Machine) -> str:
-    """Why the figures are impossible; empty when they are fine."""
+    """Say why the figures are impossible; empty if they are fine."""
     if not machine.links:
         return "it has no [[links]]"
     figures: dict[str, float | None] = {

@@ -281,7 +281,7 @@ class _Writer:
             source = self.made[value]
             delivered = self.decision.delivered.get(value)
             if delivered is not None:
-                _, source = self.decision.prices[value].nearest(delivered, wanted, keep=keep)
+                _, source = self.decision.prices[value].find_nearest(delivered, wanted, keep=keep)
                 self._deliver(value, source, delivered, reader)
             self._step(value, source, wanted, reader)
         return self.placed[value][wanted]
@@ -290,7 +290,7 @@ class _Writer:
         self, value: Value, wanted: Placement, delivered: Delivered, reader: fx.Node
     ) -> None:
         """Write the member `wanted` of a delivered set, after the one that it comes from."""
-        _, parents = self.decision.prices[value].cheapest(self.made[value], delivered)
+        _, parents = self.decision.prices[value].find_cheapest_tree(self.made[value], delivered)
         parent = parents[delivered.index(wanted)]
         source = self.made[value] if parent < 0 else delivered[parent]
         if parent >= 0:

@@ -7,7 +7,7 @@ Variables
     query, key and value share one gather and one gradient all-reduce.
 Costs (solver.problem.LEVELS, integers compared lexicographically)
     `Weights.cost`      bytes not split on their home axis; bytes a rank; the gradient bucket
-    `Prices.between`   time, number of collectives and of conversions of an edge
+    `Prices.price_conversion`   time, number of collectives and of conversions of an edge
     `_rank_choices`            the index of a choice in its domain's fixed order
 Constraints
     a parameter, or a value computed from parameters alone, is never gathered nor reduced.
@@ -267,7 +267,7 @@ class _Formulation:
         )
         self.delivered[value] = (variable, tuple(domain))
         prices = self._find_prices(value)
-        self._add_edge(maker, variable, made, domain, prices, prices.tree, "tree")
+        self._add_edge(maker, variable, made, domain, prices, prices.price_tree, "tree")
 
     # ── edges ────────────────────────────────────────────────────────────────────────────────
 
@@ -312,7 +312,7 @@ class _Formulation:
                 sets,
                 wanted,
                 prices,
-                lambda s, t: prices.nearest(s, t, keep=keep)[0],
+                lambda s, t: prices.find_nearest(s, t, keep=keep)[0],
                 f"near{keep}",
             )
         else:
@@ -323,7 +323,7 @@ class _Formulation:
                 made,
                 wanted,
                 prices,
-                lambda s, t: prices.between(s, t, keep=keep),
+                lambda s, t: prices.price_conversion(s, t, keep=keep),
                 f"one{keep}",
             )
 

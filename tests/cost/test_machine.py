@@ -48,7 +48,7 @@ def test_h100_has_the_figures_of_its_data_sheet() -> None:
 def test_a_group_runs_over_the_fastest_link_that_reaches(
     tp: int, link: str, bandwidth: int
 ) -> None:
-    found = load_machine("h100", RULES).link(tp)
+    found = load_machine("h100", RULES).find_link(tp)
 
     assert (link, bandwidth * 10**9) == (found.name, found.bytes_per_second)
 
@@ -56,8 +56,8 @@ def test_a_group_runs_over_the_fastest_link_that_reaches(
 def test_a_group_beyond_every_link_is_refused() -> None:
     gloo = load_machine("gloo", RULES)
 
-    with pytest.raises(PlanError, match="machine gloo: no link joins 65 devices.*reaches 64"):
-        gloo.link(65)
+    with pytest.raises(PlanError, match="machine gloo: no link connects 65 devices.*reaches 64"):
+        gloo.find_link(65)
 
 
 def test_a_machine_file_may_lie_anywhere(tmp_path: Path) -> None:
