@@ -27,7 +27,7 @@ def _marked(hook: dict[str, Any]) -> Any:
     return pytest.param(hook, marks=marks, id=hook["id"])
 
 
-@pytest.mark.parametrize("hook", map(_marked, hooks()))
+@pytest.mark.parametrize("hook", [_marked(hook) for hook in hooks()])
 def test_the_hooks_have_no_complaint(hook: dict[str, Any]) -> None:
     command = [part.replace(PYTHON, sys.executable) for part in shlex.split(hook["entry"])]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -41,7 +41,7 @@ class Signature:
     def __str__(self) -> str:
         """The rule in the notation it was read from."""
         sides = (
-            ", ".join(_pattern_text(p) for p in side) for side in (self.operands, self.results)
+            ", ".join(_format_pattern(p) for p in side) for side in (self.operands, self.results)
         )
         return " -> ".join(sides)
 
@@ -58,8 +58,8 @@ def _parse(text: str) -> Signature:
     if text.count("->") != 1:
         raise RuleError(f"has {text.count('->')} '->', needs exactly 1")
     left, right = text.split("->")
-    operands = tuple(_dims(part) for part in left.split(","))
-    results = tuple(_dims(part) for part in right.split(","))
+    operands = tuple(_parse_dims(part) for part in left.split(","))
+    results = tuple(_parse_dims(part) for part in right.split(","))
     known = {word for pattern in operands for dim in pattern for word in dim}
     for pattern in results:
         for word in (w for dim in pattern for w in dim if w not in known):
@@ -67,7 +67,7 @@ def _parse(text: str) -> Signature:
     return Signature(operands, results)
 
 
-def _dims(text: str) -> Pattern:
+def _parse_dims(text: str) -> Pattern:
     dims: list[tuple[str, ...]] = []
     group: list[str] | None = None
     for token in _TOKEN.findall(text):
@@ -84,10 +84,10 @@ def _dims(text: str) -> Pattern:
             dims.append(() if token == "1" else (token,))
     if group is not None:
         raise RuleError(f"'(' without ')' in {text.strip()!r}")
-    return _checked(tuple(dims), text.strip())
+    return _check_dims(tuple(dims), text.strip())
 
 
-def _checked(dims: Pattern, text: str) -> Pattern:
+def _check_dims(dims: Pattern, text: str) -> Pattern:
     words = [word for dim in dims for word in dim]
     for word in words:
         if words.count(word) > 1:
@@ -97,9 +97,9 @@ def _checked(dims: Pattern, text: str) -> Pattern:
     return dims
 
 
-def _pattern_text(pattern: Pattern) -> str:
-    return " ".join(_dim_text(dim) for dim in pattern)
+def _format_pattern(pattern: Pattern) -> str:
+    return " ".join(_format_dim(dim) for dim in pattern)
 
 
-def _dim_text(dim: tuple[str, ...]) -> str:
+def _format_dim(dim: tuple[str, ...]) -> str:
     return dim[0] if len(dim) == 1 else f"({' '.join(dim)})" if dim else "1"

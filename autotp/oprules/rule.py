@@ -15,7 +15,7 @@ from autotp.oprules.notation import Signature
 
 __all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Operand", "Row", "Slot"]
 
-FactorKind: TypeAlias = Literal["pass", "reduce", "whole"]
+FactorKind: TypeAlias = Literal["pass", "reduce", "unshardable"]
 ALIGNED = 8
 """Elements: 16 bytes of the narrowest floating type in use, what some kernels ask of a stride."""
 

@@ -48,7 +48,7 @@ class Use:
     row: Row | None
 
 
-Cut: TypeAlias = tuple[int | None, tuple[int, ...]]
+EncodedSplit: TypeAlias = tuple[int | None, tuple[int, ...]]
 """A dim, and the encoded form of its `algebra.split.Split`."""
 
 
@@ -92,18 +92,18 @@ class Analysis:
                 found[operand.value].append((use, k))
         return found
 
-    def readers_of_parameter(self, name: str) -> Iterator[tuple[Use, int]]:
+    def list_parameter_readers(self, name: str) -> Iterator[tuple[Use, int]]:
         """The readers of a parameter, past values that are computed from parameters alone."""
-        return self._readers_past_weights((self.parameters[name], 0))
+        return self._list_readers((self.parameters[name], 0))
 
-    def _readers_past_weights(self, value: Value) -> Iterator[tuple[Use, int]]:
+    def _list_readers(self, value: Value) -> Iterator[tuple[Use, int]]:
         for use, k in self.readers[value]:
             results = [(use.node, r) for r in range(len(use.rule.results))]
             inner = [r for r in results if r in self.weights]
             if not inner:
                 yield use, k
             for result in inner:
-                yield from self._readers_past_weights(result)
+                yield from self._list_readers(result)
 
     def split(self, value: Value, placement: Placement) -> Split | None:
         """How the dim of a value that `placement` names is split; None where it is not split."""
@@ -111,7 +111,7 @@ class Analysis:
             return None
         return self.forest.split(self.dims[value][placement.dim], placement.partition)
 
-    def cut(self, value: Value, placement: Placement) -> Cut:
+    def encode_split(self, value: Value, placement: Placement) -> EncodedSplit:
         """What each rank has of a value, apart from the names of axes: a dim and its encoded split;
         none where it is not split.
         """
@@ -161,7 +161,7 @@ class Matching:
 class Decision:
     """One choice for everything: layouts, strategies, delivered sets; and what conversions cost.
 
-    - `kept`: how each tensor of a cache lies that the program takes, by its placeholder's name, and
+    - `caches`: how each tensor of a cache lies that the program takes, by its placeholder's name, and
       that it gives, by the number of the output.
     """
 
@@ -169,21 +169,21 @@ class Decision:
     strategies: Mapping[fx.Node, Strategy]
     delivered: Mapping[Value, Delivered]
     prices: Mapping[Value, Prices]
-    kept: Mapping[str | int, Placement] = field(default_factory=dict[str | int, Placement])
+    caches: Mapping[str | int, Placement] = field(default_factory=dict[str | int, Placement])
 
 
 @dataclass(frozen=True, slots=True)
 class CacheOutput:
     """A tensor of a cache that leaves the program, and may lie as it was made.
 
-    - `number`: of the output; `path`: in the cache; `taken`: the placeholder whose place it takes
+    - `number`: of the output; `path`: in the cache; `replaces`: the placeholder whose place it takes
       in the next call, None where it takes none.
     """
 
     number: int
     path: str
     value: Value
-    taken: fx.Node | None
+    replaces: fx.Node | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,7 +220,7 @@ class _Formulation:
         costs = self._rank_choices(len(domain))
         for k, placement in enumerate(domain):
             told = self.weights.cost(name, value, placement)
-            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, costs_of.local
+            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, told.local
         return self._share_costs(costs.tobytes(), lambda: costs)
 
     def _list_requested(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
@@ -484,8 +484,8 @@ class CacheDomains:
     ) -> NDArray[np.int64]:
         """The costs of an edge by which an output lies as the input whose place it takes."""
         assert kept.taken is not None
-        ins = [self.analysis.cut((kept.taken, 0), p) for p in before]
-        outs = [self.analysis.cut(kept.value, p) for p in after]
+        ins = [self.analysis.encode_split((kept.taken, 0), p) for p in before]
+        outs = [self.analysis.encode_split(kept.value, p) for p in after]
         table = np.zeros((len(LEVELS), len(ins), len(outs)), np.int64)
         table[LEVELS.index("forbidden")] = [[came != goes for goes in outs] for came in ins]
         return table
@@ -497,7 +497,7 @@ class CacheDomains:
         rank = len(self.analysis.dims[value])
         if record is None or (record.dim is not None and record.dim >= rank):
             return list(domain)
-        left = [p for p in domain if self.analysis.cut(value, p) == (record.dim, record.split)]
+        left = [p for p in domain if self.analysis.encode_split(value, p) == (record.dim, record.split)]
         if not left:
             cut = f"cut along {record.axis} ({record.size})" if record.size else "whole"
             raise PlanError(

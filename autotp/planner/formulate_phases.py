@@ -17,7 +17,7 @@ from autotp.solver.problem import Problem
 
 __all__ = ["PlannedPhase", "formulate_phases"]
 
-_Held = tuple[int, tuple[Placement, ...], Value]
+_PlacedVariable = tuple[int, tuple[Placement, ...], Value]
 """A variable with its domain, and the value that it places."""
 
 
@@ -26,7 +26,7 @@ class PlannedPhase:
     """One phase: its program as analysed, its problem, how often it runs."""
 
     analysis: Analysis
-    posed: PlacementProblem
+    problem: PlacementProblem
     calls: int
 
 
@@ -35,17 +35,17 @@ def formulate_phases(phases: Sequence[PlannedPhase]) -> tuple[list[Phase], Probl
     counted: set[str] = set()
     parts: list[Phase] = []
     for phase in phases:
-        posed = phase.posed.parameters
-        again = frozenset(v for name, (v, _) in posed.items() if name in counted)
-        counted |= {*posed}
-        parts.append(Phase(phase.posed.problem, phase.calls, again))
+        parameters = phase.problem.parameters
+        again = frozenset(v for name, (v, _) in parameters.items() if name in counted)
+        counted |= {*parameters}
+        parts.append(Phase(phase.problem.problem, phase.calls, again))
     return parts, merge_phases(parts, list(_tie_phases(phases)))
 
 
 def _tie_phases(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
     """Each phase's weights with the first that has them, its cache with the one before."""
-    weights: dict[str, tuple[int, Analysis, _Held]] = {}
-    left: dict[str, tuple[int, Analysis, _Held]] = {}
+    weights: dict[str, tuple[int, Analysis, _PlacedVariable]] = {}
+    left: dict[str, tuple[int, Analysis, _PlacedVariable]] = {}
     for number, phase in enumerate(phases):
         analysis = phase.analysis
         for name, held in _list_weights(phase).items():
@@ -60,25 +60,25 @@ def _tie_phases(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
 
 
 def _tie_variables(
-    before: tuple[int, Analysis, _Held], number: int, phase: PlannedPhase, held: _Held
+    before: tuple[int, Analysis, _PlacedVariable], number: int, phase: PlannedPhase, held: _PlacedVariable
 ) -> Iterator[Tie]:
     first, analysis, (variable, domain, value) = before
     if first == number:
         return
     ours, choices, here = held
-    cuts = [analysis.cut(value, p) for p in domain]
-    agree = [[cut == phase.analysis.cut(here, p) for p in choices] for cut in cuts]
+    cuts = [analysis.encode_split(value, p) for p in domain]
+    agree = [[cut == phase.analysis.encode_split(here, p) for p in choices] for cut in cuts]
     yield Tie((first, variable), (number, ours), np.array(agree))
 
 
-def _list_weights(phase: PlannedPhase) -> dict[str, _Held]:
+def _list_weights(phase: PlannedPhase) -> dict[str, _PlacedVariable]:
     nodes = phase.analysis.parameters
-    return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.posed.parameters.items()}
+    return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.problem.parameters.items()}
 
 
-def _list_caches(phase: PlannedPhase) -> tuple[dict[str, _Held], dict[str, _Held]]:
+def _list_caches(phase: PlannedPhase) -> tuple[dict[str, _PlacedVariable], dict[str, _PlacedVariable]]:
     """The tensors of a cache that a phase takes, and those that it gives, by path."""
-    kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.posed.kept
+    kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.problem.caches
     outputs = list_cache_outputs(phase.analysis)
-    taken = {k.path: (*kept[k.taken.name], (k.taken, 0)) for k in outputs if k.taken is not None}
+    taken = {k.path: (*kept[k.replaces.name], (k.replaces, 0)) for k in outputs if k.replaces is not None}
     return taken, {k.path: (*kept[k.number], k.value) for k in outputs}

@@ -65,7 +65,7 @@ class Layouts:
         """Whether a weight is contracted, and yet is no expert's: it says which expert."""
         if name in self.matching.experts:
             return False
-        return any(_is_contracted(use, k) for use, k in self.analysis.readers_of_parameter(name))
+        return any(_is_contracted(use, k) for use, k in self.analysis.list_parameter_readers(name))
 
     def is_norm(self, name: str) -> bool:
         """Whether a vector scales or shifts what it meets, rather than being a product's bias."""
@@ -76,7 +76,7 @@ class Layouts:
             use.rule.ruled
             and self._find_product(use, k) is None
             and all(f.kind != "reduce" for f in use.rule.factors)
-            for use, k in self.analysis.readers_of_parameter(name)
+            for use, k in self.analysis.list_parameter_readers(name)
         )
 
     def is_bias(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class Layouts:
 
     def find_products(self, name: str) -> list[fx.Node]:
         """The products that a parameter is only ever added to; empty if it is read otherwise."""
-        found = [self._find_product(use, k) for use, k in self.analysis.readers_of_parameter(name)]
+        found = [self._find_product(use, k) for use, k in self.analysis.list_parameter_readers(name)]
         return [node for node in found if node] if None not in found else []
 
     def _find_product(self, use: Use, k: int) -> fx.Node | None:
@@ -100,7 +100,7 @@ class Layouts:
         return product.node
 
     def _is_contracted_along(self, name: str, axes: tuple[str, ...]) -> bool:
-        for use, k in self.analysis.readers_of_parameter(name):
+        for use, k in self.analysis.list_parameter_readers(name):
             for factor in use.rule.factors:
                 leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}
                 if leaves.intersection(axes) and any(s == k for s, _ in factor.slots):

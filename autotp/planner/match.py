@@ -175,10 +175,10 @@ class _PairFinder:
             reach.closers |= closers
             reach.clean &= bool(closers) or self.rest is not None
             return ()
-        if use.rule.loss and any(f.kind == "whole" for f in touched):
+        if use.rule.loss and any(f.kind == "unshardable" for f in touched):
             reach.output = True
             return ()
-        if not touched or any(f.kind == "whole" for f in touched):
+        if not touched or any(f.kind == "unshardable" for f in touched):
             reach.clean = False
             return ()
         reach.interior.add(str(use.node.target))
@@ -235,7 +235,9 @@ class _PairFinder:
             else:
                 use = self.analysis.uses.get(node)
                 operands = use.operands if use else ()
-                found = tuple(dict.fromkeys(n for o in operands for n in self._list_parameters(o.value)))
+                found = tuple(
+                    dict.fromkeys(n for o in operands for n in self._list_parameters(o.value))
+                )
             self.origins[value] = found
         return found
 
@@ -284,7 +286,14 @@ class _PairFinder:
         closers = tuple(dict.fromkeys(n for a in axes for n in self.closers[a]))
         inside = frozenset(op for a in axes for op in self.interior[a])
         role = next(r for r in self.rulebook.roles if not r.inside or r.inside & inside)
-        return AxisPair(axes, self._sort_parameters(openers), self._sort_parameters(closers), role, False, inside)
+        return AxisPair(
+            axes,
+            self._sort_parameters(openers),
+            self._sort_parameters(closers),
+            role,
+            False,
+            inside,
+        )
 
     def _sort_parameters(self, names: Iterable[str]) -> tuple[str, ...]:
         wanted = set(names)
@@ -307,7 +316,9 @@ class _PairFinder:
             if joined >= set(out.pair_of.values()):
                 break
             out.pairs = [p for p in out.pairs if p in joined]
-        beside = {n: self._list_adjacent_pairs(n, p, out.pairs, weight) for n, p in out.pair_of.items()}
+        beside = {
+            n: self._list_adjacent_pairs(n, p, out.pairs, weight) for n, p in out.pair_of.items()
+        }
         settled = set(out.pair_of.values())
         out.pairs = [p for p in out.pairs if p in settled or _can_merge(p, beside)]
         for name, pair in out.pair_of.items():
@@ -359,7 +370,9 @@ class _PairFinder:
     def _is_grouped(self, name: str, pair: AxisPair) -> bool:
         return any(name in self.grouped[a] for a in pair.axes)
 
-    def _list_spare_pairs(self, name: str, pair: AxisPair, pairs: Iterable[AxisPair]) -> Iterable[AxisPair]:
+    def _list_spare_pairs(
+        self, name: str, pair: AxisPair, pairs: Iterable[AxisPair]
+    ) -> Iterable[AxisPair]:
         """Other pairs of a parameter whose own has groups of channels, which may be few."""
         if any(self.grouped[a] for a in pair.axes):
             yield from (p for p in pairs if p is not pair and name in (*p.openers, *p.closers))

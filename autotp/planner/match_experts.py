@@ -65,7 +65,7 @@ def _find_shared_axes(analysis: Analysis) -> dict[str, set[Atom]]:
     """
     found: dict[str, set[Atom]] = defaultdict(set)
     for name in analysis.parameters:
-        for use, k in analysis.readers_of_parameter(name):
+        for use, k in analysis.list_parameter_readers(name):
             found[name].update(_find_expert_axes(analysis, use, k))
     return found
 

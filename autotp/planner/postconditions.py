@@ -31,17 +31,17 @@ __all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"
 
 def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str]:
     """Each way in which dims, rules and flags of `analysis` contradict its graph or one another."""
-    yield from _forest_faults(analysis)
-    yield from _coverage_faults(analysis)
-    yield from _dim_faults(analysis)
-    yield from _flag_faults(analysis)
+    yield from _check_forest(analysis)
+    yield from _check_coverage(analysis)
+    yield from _check_dims(analysis)
+    yield from _check_flags(analysis)
     reader = _RuleReader(analysis)
     for use in analysis.uses.values():
-        yield from (f"{describe_node(use.node)}: {reason}" for reason in reader.faults(use))
-    yield from _unruled_faults(analysis)
+        yield from (f"{describe_node(use.node)}: {reason}" for reason in reader.find_faults(use))
+    yield from _check_unruled(analysis)
 
 
-def _forest_faults(analysis: Analysis) -> Iterator[str]:
+def _check_forest(analysis: Analysis) -> Iterator[str]:
     """Every atom has the size of what it stands for; rows are grouped by nodes of the graph."""
     forest = analysis.forest
     names = {node.name for node in analysis.program.graph.nodes}
@@ -51,23 +51,23 @@ def _forest_faults(analysis: Analysis) -> Iterator[str]:
                 f"axis {atom.name} of size {atom.size} is a product of size "
                 f"{forest.size(atom.parts)}: {forest.text(atom.parts)}"
             )
-        if atom.segments is not None and _added(forest, atom.segments) not in (None, atom.size):
+        if atom.segments is not None and _sum_sizes(forest, atom.segments) not in (None, atom.size):
             yield (
                 f"axis {atom.name} of size {atom.size} is a sum of size "
-                f"{_added(forest, atom.segments)}"
+                f"{_sum_sizes(forest, atom.segments)}"
             )
         if atom.groups is not None and atom.groups.bounds not in names:
             yield f"rows of axis {atom.name} are grouped by {atom.groups.bounds}, which is no node"
 
 
-def _added(forest: Forest, segments: Iterable[Dim]) -> Size | None:
+def _sum_sizes(forest: Forest, segments: Iterable[Dim]) -> Size | None:
     """The sum of the sizes of `segments`; None where it is not a static one."""
     sizes = [forest.size(s).static for s in segments]
     static = [n for n in sizes if n is not None]
     return Size(sum(static)) if len(static) == len(sizes) else None
 
 
-def _coverage_faults(analysis: Analysis) -> Iterator[str]:
+def _check_coverage(analysis: Analysis) -> Iterator[str]:
     """Every node that reads a value with dims has a use, but for those that take its sizes only."""
     order: dict[fx.Node, int] = {}
     for number, node in enumerate(analysis.program.graph.nodes):
@@ -85,7 +85,7 @@ def _coverage_faults(analysis: Analysis) -> Iterator[str]:
         yield "the analysed nodes are not nodes of the graph in its order"
 
 
-def _dim_faults(analysis: Analysis) -> Iterator[str]:
+def _check_dims(analysis: Analysis) -> Iterator[str]:
     """There is one dim for each dim in the graph, and their sizes agree."""
     forest, sizes = analysis.forest, Sizes()
     if analysis.dims.keys() != analysis.metas.keys():
@@ -98,12 +98,12 @@ def _dim_faults(analysis: Analysis) -> Iterator[str]:
         found, wanted = tuple(forest.size(d) for d in dims), sizes.of(meta)
         if found != wanted:
             yield (
-                f"{describe_node(node)}: result {number} has sizes {_listed(wanted)}, but its dims "
-                f"have sizes {_listed(found)}: {', '.join(forest.text(d) for d in dims)}"
+                f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but its dims "
+                f"have sizes {_format_sizes(found)}: {', '.join(forest.text(d) for d in dims)}"
             )
 
 
-def _flag_faults(analysis: Analysis) -> Iterator[str]:
+def _check_flags(analysis: Analysis) -> Iterator[str]:
     """Weights and differentiable values have dims; gradients are of floating-point values."""
     for name, node in analysis.parameters.items():
         if (node, 0) not in analysis.weights or str(node.target) != name:
@@ -126,22 +126,22 @@ class _RuleReader:
     sizes: Sizes = field(default_factory=Sizes)
     flat: dict[Dim, Dim] = field(default_factory=dict[Dim, Dim])
 
-    def faults(self, use: Use) -> Iterator[str]:
+    def find_faults(self, use: Use) -> Iterator[str]:
         """Each way in which one node's rule contradicts the node."""
         for k, operand in enumerate(use.operands):
-            yield from (f"operand {k} {reason}" for reason in self._operand(use, operand))
-        yield from self._results(use)
+            yield from (f"operand {k} {reason}" for reason in self._check_operand(use, operand))
+        yield from self._check_results(use)
         count = len(use.operands)
         for numbers in (*use.rule.linear, use.rule.bias):
             if any(not 0 <= k < count for k in numbers):
                 yield f"its rule speaks of operands {sorted(numbers)}, but it has {count}"
         for factor in use.rule.factors:
             text = f"{factor.kind} factor {self.analysis.forest.text(factor.dim)}"
-            yield from (f"{text}: {reason}" for reason in self._factor(use, factor))
+            yield from (f"{text}: {reason}" for reason in self._check_factor(use, factor))
 
-    def _operand(self, use: Use, operand: Operand) -> Iterator[str]:
+    def _check_operand(self, use: Use, operand: Operand) -> Iterator[str]:
         analysis = self.analysis
-        found = _argument(use.node, operand)
+        found = _find_argument(use.node, operand)
         if not isinstance(found, fx.Node):
             yield f"is argument {operand.argument} of the node, which is {found!r}, not a tensor"
             return
@@ -153,9 +153,9 @@ class _RuleReader:
         sizes = tuple(analysis.forest.size(d) for d in operand.dims)
         wanted = self.sizes.of(found.meta["val"])
         if sizes != wanted:
-            yield f"({found.name}) has sizes {_listed(wanted)}, but its dims have {_listed(sizes)}"
+            yield f"({found.name}) has sizes {_format_sizes(wanted)}, but its dims have {_format_sizes(sizes)}"
 
-    def _results(self, use: Use) -> Iterator[str]:
+    def _check_results(self, use: Use) -> Iterator[str]:
         made, given = list_results(use.node), use.rule.results
         if len(given) != max(made, default=-1) + 1:
             yield f"its rule gives {len(given)} results, the node makes {len(made)}"
@@ -164,19 +164,19 @@ class _RuleReader:
             if self.analysis.dims.get((use.node, number)) != given[number]:
                 yield f"result {number} has other dims than its rule gives"
 
-    def _factor(self, use: Use, factor: Factor) -> Iterator[str]:
+    def _check_factor(self, use: Use, factor: Factor) -> Iterator[str]:
         if (factor.kind == "reduce") != bool(factor.join):
             yield f"is joined by {factor.join!r}"
         if factor.kind == "reduce" and any(s < 0 for s, _ in factor.slots):
             yield "is contracted, but is in a result"
         for slot in factor.slots:
-            dim = _dim_at(use, slot)
+            dim = _find_dim(use, slot)
             if dim is None:
-                yield f"is at {_named(slot)}, which does not exist"
-            elif factor.kind != "whole" and not self._agree(factor.dim, dim):
+                yield f"is at {_describe_slot(slot)}, which does not exist"
+            elif factor.kind != "unshardable" and not self._agree(factor.dim, dim):
                 forest = self.analysis.forest
                 yield (
-                    f"of size {forest.size(factor.dim)} is at {_named(slot)}, which is "
+                    f"of size {forest.size(factor.dim)} is at {_describe_slot(slot)}, which is "
                     f"{forest.text(dim)} of size {forest.size(dim)}"
                 )
 
@@ -196,17 +196,17 @@ class _RuleReader:
         return found
 
 
-def _listed(sizes: Iterable[Size]) -> str:
+def _format_sizes(sizes: Iterable[Size]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
 
 
-def _argument(node: fx.Node, operand: Operand) -> object:
+def _find_argument(node: fx.Node, operand: Operand) -> object:
     at = operand.argument
     given = node.kwargs.get(at) if isinstance(at, str) else node.args[at]
     return given if operand.item < 0 else cast("Sequence[object]", given)[operand.item]
 
 
-def _dim_at(use: Use, slot: Slot) -> Dim | None:
+def _find_dim(use: Use, slot: Slot) -> Dim | None:
     """The dim at `slot`; None where the node has no such operand, result or dim."""
     number, at = slot
     sides = [o.dims for o in use.operands] if number >= 0 else list(use.rule.results)
@@ -214,12 +214,12 @@ def _dim_at(use: Use, slot: Slot) -> Dim | None:
     return sides[number][at] if number < len(sides) and 0 <= at < len(sides[number]) else None
 
 
-def _named(slot: Slot) -> str:
+def _describe_slot(slot: Slot) -> str:
     number, dim = slot
     return f"dim {dim} of " + (f"operand {number}" if number >= 0 else f"result {~number}")
 
 
-def _unruled_faults(analysis: Analysis) -> Iterator[str]:
+def _check_unruled(analysis: Analysis) -> Iterator[str]:
     """A node with results is unruled exactly where it has no rule, found or written."""
     unruled = set(analysis.unruled)
     for node, use in analysis.uses.items():
@@ -244,29 +244,29 @@ def _unruled_faults(analysis: Analysis) -> Iterator[str]:
 
 def find_matching_faults(analysis: Analysis, matching: Matching) -> Iterator[str]:
     """Each way in which the pairs and homes of `matching` contradict the rules of `analysis`."""
-    roles = _Roles.of(analysis)
+    roles = _Roles.read(analysis)
     owners: dict[Atom, AxisPair] = {}
     for pair in matching.pairs:
-        yield from (f"{_pair_text(pair)}: {reason}" for reason in roles.pair_faults(pair))
+        yield from (f"{_describe_pair(pair)}: {reason}" for reason in roles.check_pair(pair))
         for axis in pair.axes:
             if owners.setdefault(axis, pair) is not pair:
-                yield f"axis {axis.name} is in two pairs: {_pair_text(pair)} and another"
-    yield from _settled_faults(matching)
+                yield f"axis {axis.name} is in two pairs: {_describe_pair(pair)} and another"
+    yield from _check_assigned_pairs(matching)
     for name, axes in matching.home.items():
-        yield from (f"parameter {name}: {reason}" for reason in roles.home_faults(name, axes))
+        yield from (f"parameter {name}: {reason}" for reason in roles.check_home(name, axes))
     for name, axis in matching.experts.items():
-        if name not in analysis.parameters or (axis,) not in roles.dims_of(name):
+        if name not in analysis.parameters or (axis,) not in roles.list_dims(name):
             yield f"parameter {name}: its axis of experts {axis.name} is not one of its dims"
 
 
-def _settled_faults(matching: Matching) -> Iterator[str]:
+def _check_assigned_pairs(matching: Matching) -> Iterator[str]:
     """A parameter has settled in one of the pairs, which it opens or closes, and has homes then."""
     pairs = set(matching.pairs)
     for name, pair in matching.pair_of.items():
         if pair not in pairs:
-            yield f"parameter {name} is in {_pair_text(pair)}, which is none of the pairs"
+            yield f"parameter {name} is in {_describe_pair(pair)}, which is none of the pairs"
         if name not in (*pair.openers, *pair.closers):
-            yield f"parameter {name} neither opens nor closes its pair: {_pair_text(pair)}"
+            yield f"parameter {name} neither opens nor closes its pair: {_describe_pair(pair)}"
     if odd := matching.home.keys() ^ matching.pair_of.keys():
         yield f"parameters with a pair or with home axes, but not both: {', '.join(sorted(odd))}"
 
@@ -283,7 +283,7 @@ class _Roles:
     contracted: Mapping[str, set[Atom]]
 
     @staticmethod
-    def of(analysis: Analysis) -> "_Roles":
+    def read(analysis: Analysis) -> "_Roles":
         """The roles of every parameter of a program."""
         names: dict[Value, set[str]] = {(n, 0): {p} for p, n in analysis.parameters.items()}
         produced: dict[str, set[Atom]] = {name: set() for name in analysis.parameters}
@@ -300,14 +300,14 @@ class _Roles:
                     found[name] |= axes
         return _Roles(analysis, produced, contracted)
 
-    def dims_of(self, name: str) -> list[Dim]:
+    def list_dims(self, name: str) -> list[Dim]:
         """The dims of a parameter."""
         return [
             self.analysis.forest.flat(dim)
             for dim in self.analysis.dims[(self.analysis.parameters[name], 0)]
         ]
 
-    def pair_faults(self, pair: AxisPair) -> Iterator[str]:
+    def check_pair(self, pair: AxisPair) -> Iterator[str]:
         """Each way in which a pair is none."""
         forest = self.analysis.forest
         for axis in pair.axes:
@@ -328,18 +328,18 @@ class _Roles:
             if self.contracted[name].isdisjoint(axes):
                 yield f"no op contracts an axis of it with its closer {name}"
 
-    def home_faults(self, name: str, axes: Sequence[Atom]) -> Iterator[str]:
+    def check_home(self, name: str, axes: Sequence[Atom]) -> Iterator[str]:
         """Each way in which `axes` are not axes along which a parameter can be split."""
         if name not in self.analysis.parameters:
             yield "is not a parameter of the graph"
             return
-        own = {a for dim in self.dims_of(name) for a in self.analysis.forest.leaves(dim)}
+        own = {a for dim in self.list_dims(name) for a in self.analysis.forest.leaves(dim)}
         strange = [axis.name for axis in axes if axis not in own]
         if strange:
             yield f"its home axes {', '.join(strange)} are none of its own"
 
 
-def _pair_text(pair: AxisPair) -> str:
+def _describe_pair(pair: AxisPair) -> str:
     axes = ", ".join(f"{a.name} ({a.size})" for a in pair.axes)
     return (
         f"pair {pair.role.name} along {axes}: {', '.join(pair.openers)} → {', '.join(pair.closers)}"
@@ -355,17 +355,17 @@ def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator
     if problem.levels != LEVELS:
         yield f"the problem has levels {problem.levels}, not {LEVELS}"
         return
-    malformed = [*_choice_faults(problem), *_table_faults(problem)]
+    malformed = [*_check_choices(problem), *_check_tables(problem)]
     yield from malformed
     if malformed:
         return
-    meanings = list(_meanings(posed))
-    yield from _meaning_faults(analysis, posed, meanings)
-    yield from _domain_faults(analysis, posed)
-    yield from _replicated_faults(problem, dict(meanings))
+    meanings = list(_list_meanings(posed))
+    yield from _check_meanings(analysis, posed, meanings)
+    yield from _check_domains(analysis, posed)
+    yield from _check_replicated(problem, dict(meanings))
 
 
-def _choice_faults(problem: Problem) -> Iterator[str]:
+def _check_choices(problem: Problem) -> Iterator[str]:
     for variable in problem.variables:
         if not variable.domain:
             yield f"variable {variable.name} has no choice"
@@ -373,16 +373,16 @@ def _choice_faults(problem: Problem) -> Iterator[str]:
             yield f"variable {variable.name} has a choice twice: {', '.join(variable.domain)}"
 
 
-def _tables(problem: Problem) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
+def _list_tables(problem: Problem) -> Iterator[tuple[tuple[int, ...], NDArray[np.int64]]]:
     """The costs of each variable and edge, with the one or two variables that they are of."""
     yield from (((k,), variable.costs) for k, variable in enumerate(problem.variables))
     yield from (((edge.first, edge.second), edge.costs) for edge in problem.edges)
 
 
-def _table_faults(problem: Problem) -> Iterator[str]:
+def _check_tables(problem: Problem) -> Iterator[str]:
     """Costs are of existing variables, one for each choice, and never negative."""
     variables, seen = problem.variables, set[int]()
-    for ends, costs in _tables(problem):
+    for ends, costs in _list_tables(problem):
         if len(set(ends)) < len(ends) or not all(0 <= v < len(variables) for v in ends):
             yield f"an edge joins the variables {ends} of {len(variables)}"
             continue
@@ -396,13 +396,13 @@ def _table_faults(problem: Problem) -> Iterator[str]:
         seen.add(id(costs))
 
 
-def _meanings(posed: PlacementProblem) -> Iterator[tuple[int, Sequence[Any]]]:
+def _list_meanings(posed: PlacementProblem) -> Iterator[tuple[int, Sequence[Any]]]:
     """Each variable that stands for something, with what its choices stand for."""
-    for found in (posed.parameters, posed.uses, posed.delivered, posed.kept):
+    for found in (posed.parameters, posed.uses, posed.delivered, posed.caches):
         yield from cast("Iterable[tuple[int, Sequence[Any]]]", found.values())
 
 
-def _meaning_faults(
+def _check_meanings(
     analysis: Analysis, posed: PlacementProblem, meanings: Sequence[tuple[int, Sequence[Any]]]
 ) -> Iterator[str]:
     """Everything that was analysed is decided by one variable of its own, choice by choice."""
@@ -426,7 +426,7 @@ def _meaning_faults(
             yield f"variable {variable.name} decides nothing by its {len(variable.domain)} choices"
 
 
-def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
+def _check_domains(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
     """Placements are of dims that exist, and of axes that they have."""
     for node, (_, strategies) in posed.uses.items():
         use = analysis.uses.get(node)
@@ -436,7 +436,7 @@ def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
         ranks = [len(o.dims) for o in use.operands], [len(dims) for dims in use.rule.results]
         for strategy in strategies:
             given = strategy.operands, strategy.results
-            if any(not _fit(p, r) for p, r in zip(given, ranks, strict=True)):
+            if any(not _fits(p, r) for p, r in zip(given, ranks, strict=True)):
                 yield (
                     f"{describe_node(node)}: strategy {strategy.label} places "
                     f"{', '.join(map(str, (*strategy.operands, *strategy.results)))}, but operands "
@@ -445,7 +445,7 @@ def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
     for name, (_, domain) in posed.parameters.items():
         dims = analysis.dims[(analysis.parameters[name], 0)]
         for placement in domain:
-            if not _fit([placement], [len(dims)]) or (
+            if not _fits([placement], [len(dims)]) or (
                 placement.is_split
                 and analysis.forest.split(dims[placement.dim], placement.partition) is None
             ):
@@ -455,7 +455,7 @@ def _domain_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
                 )
 
 
-def _fit(placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
+def _fits(placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
     """Whether there is one placement for each value, of a dim that it has."""
     return len(placements) == len(ranks) and all(
         p.dim < rank and (p.dim >= 0) == (p.is_split or p.is_grouped)
@@ -463,13 +463,13 @@ def _fit(placements: Sequence[Placement], ranks: Sequence[int]) -> bool:
     )
 
 
-def _replicated_faults(problem: Problem, meanings: Mapping[int, Sequence[Any]]) -> Iterator[str]:
+def _check_replicated(problem: Problem, meanings: Mapping[int, Sequence[Any]]) -> Iterator[str]:
     """All replicated is legal, unless what was requested, or a cache, excludes it."""
-    choice = [_replicated(meanings.get(v)) for v in range(len(problem.variables))]
+    choice = [_find_replicated_choice(meanings.get(v)) for v in range(len(problem.variables))]
     if None in choice:
         return
     chosen = cast("list[int]", choice)
-    for ends, costs in _tables(problem):
+    for ends, costs in _list_tables(problem):
         if costs[(0, *(chosen[v] for v in ends))]:
             both = [problem.variables[v] for v in ends]
             labels = [v.domain[chosen[k]] for k, v in zip(ends, both, strict=True)]
@@ -479,14 +479,14 @@ def _replicated_faults(problem: Problem, meanings: Mapping[int, Sequence[Any]]) 
             )
 
 
-def _replicated(domain: Sequence[Any] | None) -> int | None:
+def _find_replicated_choice(domain: Sequence[Any] | None) -> int | None:
     """The choice by which everything is replicated; None where there is none."""
     if domain is None:
         return 0
-    return next((k for k, chosen in enumerate(domain) if _placements(chosen) <= {REPLICATED}), None)
+    return next((k for k, chosen in enumerate(domain) if _list_placements(chosen) <= {REPLICATED}), None)
 
 
-def _placements(chosen: Any) -> set[Placement]:
+def _list_placements(chosen: Any) -> set[Placement]:
     """The placements in a choice: of a parameter, of a delivered value, or of a strategy."""
     if isinstance(chosen, Placement):
         return {chosen}

@@ -24,10 +24,10 @@ from autotp.capture.graph_facts import (
 from autotp.capture.program import Program
 from autotp.capture.sizes import Sizes
 from autotp.errors import UnknownOpError
-from autotp.oprules.derive.derive import Call, apply
+from autotp.oprules.derive.derive import Call, apply_row
 from autotp.oprules.derive.order import Orders
-from autotp.oprules.discover.call import Opaque, opaque_of
-from autotp.oprules.discover.discover import bound, discovered
+from autotp.oprules.discover.call import OpaqueCall, describe_call
+from autotp.oprules.discover.discover import bind_row, discover_rule
 from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, Use, find_gradient_targets
@@ -48,7 +48,7 @@ def propagate(
     The rule of an op that acts on parameters and has no row is found by running it, and holds for
     the backward pass too if `gradients` are wanted. In strict mode it raises UnknownOpError.
     """
-    discover = None if strict else partial(discovered, gradients=gradients)
+    discover = None if strict else partial(discover_rule, gradients=gradients)
     reader = _Reader(program, frozenset(parameters), rulebook, discover)
     for node in program.graph.nodes:
         reader.visit(node)
@@ -82,7 +82,7 @@ class _Reader:
         program: Program,
         parameters: frozenset[str],
         rulebook: Rulebook,
-        discover: Callable[[Opaque], Discovery] | None,
+        discover: Callable[[OpaqueCall], Discovery] | None,
     ) -> None:
         stops = {op: row.stops for op, row in rulebook.rows.items() if row.stops}
         self.analysis = Analysis(program, Forest(), stops=stops, differing=rulebook.differing)
@@ -141,7 +141,7 @@ class _Reader:
         row = self.rulebook.rows.get(str(node.target))
         operands = tuple(self._read_operand(n, argument, item) for n, argument, item in found)
         metas = list_results(node)
-        rule = apply(self._describe_call(node, operands, metas, row)) if row else None
+        rule = apply_row(self._describe_call(node, operands, metas, row)) if row else None
         if rule is None and self.discover and metas:
             rule = self._discover_rule(node, operands, metas, self.discover)
         if rule is None:
@@ -179,14 +179,14 @@ class _Reader:
         node: fx.Node,
         operands: tuple[Operand, ...],
         metas: dict[int, torch.Tensor],
-        discover: Callable[[Opaque], Discovery],
+        discover: Callable[[OpaqueCall], Discovery],
     ) -> NodeRule | None:
         """The rule that trying the op finds, if it does."""
-        call = opaque_of(node, operands, metas, self.sizes)
+        call = describe_call(node, operands, metas, self.sizes)
         unfit = isinstance(call, str)
         found = Discovery(str(node.target), None, call) if unfit else discover(call)
         row = found.row
-        rule = row and bound(row, self._describe_call(node, operands, metas, row))
+        rule = row and bind_row(row, self._describe_call(node, operands, metas, row))
         if row and rule is None:
             found = Discovery(found.op, None, f"the rule found, {row}, does not fit its sizes")
         self.analysis.discovered[node] = found
@@ -203,7 +203,7 @@ class _Reader:
             for k in range(count)
         ]
         factors = [
-            Factor("whole", dim, ((k, i),))
+            Factor("unshardable", dim, ((k, i),))
             for k, o in enumerate(operands)
             for i, dim in enumerate(o.dims)
         ]

@@ -139,7 +139,7 @@ class _StrategyMaker:
         touched = self._find_split_factors(number, partition)
         kinds = ["pass" if f.grouped and f.grouped == bounds else f.kind for f in touched]
         reduced = [f for f, kind in zip(touched, kinds, strict=True) if kind == "reduce"]
-        if "whole" in kinds or (reduced and len(touched) > 1):
+        if "unshardable" in kinds or (reduced and len(touched) > 1):
             return None
         if reduced and not (self.facts.floating and self._contracts(reduced[0], partition)):
             return None

@@ -8,7 +8,7 @@ from torch.nn import functional
 import autotp
 from autotp.capture.sizes import Sizes
 from autotp.oprules.discover import discover
-from autotp.oprules.discover.call import opaque_of
+from autotp.oprules.discover.call import describe_call
 from autotp.oprules.rule import Discovery, Operand
 from autotp.oprules.rulebook import load_rulebook
 from autotp.records.plan import Plan
@@ -181,10 +181,10 @@ def tried(name: str, *, gradients: bool) -> Discovery:
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(2, 6, device="meta")
     node = graph.call_function(OPS[name], (x,))
-    found = opaque_of(node, [Operand((x, 0), (), 0, -1)], {0: x.meta["val"]}, Sizes())
+    found = describe_call(node, [Operand((x, 0), (), 0, -1)], {0: x.meta["val"]}, Sizes())
     assert not isinstance(found, str)
     discover.CACHE.clear()
-    return discover.discovered(found, gradients=gradients)
+    return discover.discover_rule(found, gradients=gradients)
 
 
 def test_a_backward_pass_that_keeps_no_law_counts_in_training_only() -> None:

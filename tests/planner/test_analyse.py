@@ -91,7 +91,7 @@ def test_an_op_without_a_row_is_whole_and_listed() -> None:
 
     assert ["aten.unfold.default"] == [str(n.target) for n in found.unruled]
     assert not use.rule.ruled
-    assert {"whole"} == {factor.kind for factor in use.rule.factors}
+    assert {"unshardable"} == {factor.kind for factor in use.rule.factors}
 
 
 def test_the_rule_of_an_op_without_a_row_is_found_and_kept_apart() -> None:

@@ -141,7 +141,7 @@ def test_a_symbolic_size_is_never_cut() -> None:
 
 def test_a_whole_factor_is_never_cut() -> None:
     op = Linear()
-    factors = tuple(replace(f, kind="whole") for f in op.rule.factors)
+    factors = tuple(replace(f, kind="unshardable") for f in op.rule.factors)
     op.rule = replace(op.rule, factors=factors, linear=())
 
     assert ["replicated", "shared"] == list(op.all())

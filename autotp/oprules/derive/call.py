@@ -10,7 +10,15 @@ from autotp.oprules.derive.order import Orders
 from autotp.oprules.notation import ELLIPSIS, Pattern, Signature
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Row, Slot
 
-__all__ = ["Binding", "Builder", "Call", "moved", "notation", "position", "renumbered"]
+__all__ = [
+    "Binding",
+    "Builder",
+    "Call",
+    "move_dims",
+    "apply_notation",
+    "find_operand",
+    "renumber_sets",
+]
 
 
 @dataclass(slots=True)
@@ -44,7 +52,7 @@ class Call:
 Builder = Callable[[Call], NodeRule | None]
 
 
-def notation(call: Call, signature: Signature) -> NodeRule | None:
+def apply_notation(call: Call, signature: Signature) -> NodeRule | None:
     """The node rule that a signature gives, or None if the ranks do not fit it."""
     present = [(k, i) for k, i in enumerate(call.positions[: len(signature.operands)])]
     binding = Binding(call, signature)
@@ -137,9 +145,9 @@ class Binding:
         return NodeRule(
             factors=tuple(self._factor(name) for name in self.slots),
             results=results,
-            linear=renumbered(self.call, row.linear),
+            linear=renumber_sets(self.call, row.linear),
             bias=frozenset(
-                i for b in row.bias if (i := position(self.call, b)) is not None and i >= 0
+                i for b in row.bias if (i := find_operand(self.call, b)) is not None and i >= 0
             ),
             emit=row.emit,
             loss=row.loss,
@@ -164,7 +172,7 @@ class Binding:
         join = self.call.row.reduce.get(name, "")
         kind: FactorKind = "pass"
         if name in self.broken or name in self.call.row.whole or join in ("max", "none"):
-            kind = "whole"
+            kind = "unshardable"
         elif join:
             kind = "reduce"
         join = join if kind == "reduce" else ""
@@ -173,16 +181,16 @@ class Binding:
         return Factor(kind, self.dims[name], tuple(self.slots[name]), join, block, aligned)
 
 
-def position(call: Call, number: int) -> int | None:
+def find_operand(call: Call, number: int) -> int | None:
     """The operand number of tensor argument `number`: None if it is absent, -1 if a literal."""
     return call.positions[number] if number < len(call.positions) else None
 
 
-def renumbered(call: Call, sets: Sequence[frozenset[int]]) -> tuple[frozenset[int], ...]:
+def renumber_sets(call: Call, sets: Sequence[frozenset[int]]) -> tuple[frozenset[int], ...]:
     """Linear sets over present operands; a set that needs a literal (`x + 1.0`) is gone."""
     out: list[frozenset[int]] = []
     for operands in sets:
-        numbers = [position(call, n) for n in sorted(operands)]
+        numbers = [find_operand(call, n) for n in sorted(operands)]
         if -1 not in numbers and any(n is not None for n in numbers):
             found = frozenset(n for n in numbers if n is not None)
             if found not in out:
@@ -190,7 +198,7 @@ def renumbered(call: Call, sets: Sequence[frozenset[int]]) -> tuple[frozenset[in
     return tuple(out)
 
 
-def moved(call: Call, source: Sequence[int | None]) -> NodeRule:
+def move_dims(call: Call, source: Sequence[int | None]) -> NodeRule:
     """One operand whose dims move to a result: `source[j]` is the operand dim of result dim j."""
     dims = call.operands[0]
     results = tuple(() if s is None else dims[s] for s in source)
@@ -200,6 +208,8 @@ def moved(call: Call, source: Sequence[int | None]) -> NodeRule:
         if s is not None and dims[s]
     ]
     factors += [
-        Factor("whole", dims[i], ((0, i),)) for i in range(len(dims)) if i not in source and dims[i]
+        Factor("unshardable", dims[i], ((0, i),))
+        for i in range(len(dims))
+        if i not in source and dims[i]
     ]
     return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=call.row.emit)

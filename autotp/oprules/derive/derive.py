@@ -8,10 +8,10 @@ arguments are found by their names in the op's schema.
 from collections.abc import Mapping
 
 from autotp.errors import RuleError
-from autotp.oprules.derive.call import Builder, Call, notation
+from autotp.oprules.derive.call import Builder, Call, apply_notation
 from autotp.oprules.derive.grouped import grouped_product
-from autotp.oprules.derive.lookup import assign, index, lookup, table
-from autotp.oprules.derive.named import along, trailing, whole
+from autotp.oprules.derive.lookup import assign, index, lookup, embedding
+from autotp.oprules.derive.named import along, trailing, unshardable
 from autotp.oprules.derive.piece import (
     concatenate,
     divide,
@@ -25,28 +25,28 @@ from autotp.oprules.derive.piece import (
 )
 from autotp.oprules.derive.product import attention, convolution, einsum, product
 from autotp.oprules.derive.shape import expand, pair, permute, repeat, repeat_each, unpair, view
-from autotp.oprules.derive.window import channels, grouped, padded, patches, windows
+from autotp.oprules.derive.window import channels, grouped, pad, patches, windows
 from autotp.oprules.rule import NodeRule
 
-__all__ = ["RULES", "Call", "apply"]
+__all__ = ["RULES", "Call", "apply_row"]
 
 
-def apply(call: Call) -> NodeRule | None:
+def apply_row(call: Call) -> NodeRule | None:
     """The rule of one node, by its row's signature or derived rule; None where it does not fit.
 
     Raises RuleError when the row has not as many results as the op.
     """
     row = call.row
-    rule = RULES[row.derive](call) if row.signature is None else notation(call, row.signature)
+    rule = RULES[row.derive](call) if row.signature is None else apply_notation(call, row.signature)
     if rule is not None and len(rule.results) != len(call.sizes):
         raise RuleError(
             f"{row.source}, {row.op}: the row gives {len(rule.results)} results, the op makes "
             f"{len(call.sizes)}; write one pattern a result after '->'"
         )
-    return rule if rule is not None and _fits(call, rule) else None
+    return rule if rule is not None and _has_right_sizes(call, rule) else None
 
 
-def _fits(call: Call, rule: NodeRule) -> bool:
+def _has_right_sizes(call: Call, rule: NodeRule) -> bool:
     """Whether the results that a rule gives have the sizes of the op's."""
     given = [tuple(call.forest.size(dim) for dim in dims) for dims in rule.results]
     return given == call.sizes
@@ -67,7 +67,7 @@ RULES: Mapping[str, Builder] = {
     "halves": halves,
     "index": index,
     "lookup": lookup,
-    "padded": padded,
+    "pad": pad,
     "pair": pair,
     "patches": patches,
     "permute": permute,
@@ -78,12 +78,12 @@ RULES: Mapping[str, Builder] = {
     "repeat_each": repeat_each,
     "select": select,
     "stack": stack,
-    "table": table,
+    "embedding": embedding,
     "take": take,
     "trailing": trailing,
     "unbind": unbind,
     "unpair": unpair,
     "view": view,
-    "whole": whole,
+    "unshardable": unshardable,
     "windows": windows,
 }

@@ -6,7 +6,7 @@ from torch import fx
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.grouped_rows import Groups
-from autotp.oprules.derive.call import Call, notation
+from autotp.oprules.derive.call import Call, apply_notation
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
@@ -21,18 +21,18 @@ def grouped_product(call: Call) -> NodeRule | None:
     Options: `bounds` = the argument that says where each group of rows ends. It is whole on every
     rank.
     """
-    rule = notation(call, _PRODUCT)
+    rule = apply_notation(call, _PRODUCT)
     bounds = call.arguments.get(str(call.row.options["bounds"]))
     if rule is None or not isinstance(bounds, fx.Node):
         return None
-    rows, experts = (_leaf(call, d) for d in (call.operands[0][0], call.operands[1][0]))
-    if rows and experts and _agree(call, rows, experts, bounds.name):
+    rows, experts = (_find_leaf(call, d) for d in (call.operands[0][0], call.operands[1][0]))
+    if rows and experts and _can_share_groups(call, rows, experts, bounds.name):
         rows.groups = rows.groups or Groups(experts.name, bounds.name)
-        return replace(rule, factors=tuple(_grouped(f, bounds.name) for f in rule.factors))
+        return replace(rule, factors=tuple(_mark_grouped(f, bounds.name) for f in rule.factors))
     return rule
 
 
-def _agree(call: Call, rows: Atom, experts: Atom, bounds: str) -> bool:
+def _can_share_groups(call: Call, rows: Atom, experts: Atom, bounds: str) -> bool:
     """Whether the rows are in no groups yet, or in those of the same experts and bounds."""
     known = rows.groups
     if known is None:
@@ -42,11 +42,11 @@ def _agree(call: Call, rows: Atom, experts: Atom, bounds: str) -> bool:
     return same and call.forest.unify((of,), (experts,))
 
 
-def _leaf(call: Call, dim: Dim) -> Atom | None:
+def _find_leaf(call: Call, dim: Dim) -> Atom | None:
     """The one leaf that a dim is, None if it is more."""
     flat = call.forest.flat(dim)
     return flat[0] if len(flat) == 1 and flat[0].segments is None else None
 
 
-def _grouped(factor: Factor, bounds: str) -> Factor:
-    return replace(factor, grouped=bounds) if factor.kind == "whole" else factor
+def _mark_grouped(factor: Factor, bounds: str) -> Factor:
+    return replace(factor, grouped=bounds) if factor.kind == "unshardable" else factor

@@ -6,24 +6,26 @@ from typing import Any, cast
 import torch
 
 from autotp.algebra.axis import Dim
-from autotp.oprules.derive.call import Call, notation, position, renumbered
+from autotp.oprules.derive.call import Call, apply_notation, find_operand, renumber_sets
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
-__all__ = ["assign", "index", "lookup", "table"]
+__all__ = ["assign", "index", "lookup", "embedding"]
 
-_TABLE = parse_rule("v h, ... -> ... h")
+_EMBEDDING = parse_rule("v h, ... -> ... h")
 
 
-def table(call: Call) -> NodeRule | None:
+def embedding(call: Call) -> NodeRule | None:
     """Rows of a table, one a word: those that another rank holds count as zero here.
 
     Where gradients are divided by how often a word occurs, a rank must see all words: whole rows.
     """
-    rule = notation(call, _TABLE)
+    rule = apply_notation(call, _EMBEDDING)
     if rule is None or not call.arguments.get("scale_grad_by_freq", False):
         return rule
-    factors = (replace(f, kind="whole", join="") if f.kind == "reduce" else f for f in rule.factors)
+    factors = (
+        replace(f, kind="unshardable", join="") if f.kind == "reduce" else f for f in rule.factors
+    )
     return replace(rule, factors=tuple(factors), emit="")
 
 
@@ -35,15 +37,15 @@ def index(call: Call) -> NodeRule | None:
     dims stands for as many of them: it has no rule.
     """
     listed = cast("list[Any]", call.arguments["indices"])
-    used = _indexed_dims(listed)
+    used = _find_indexed_dims(listed)
     if not used:
         return None
     source = call.operands[0]
     rank = len(call.sizes[0]) - (len(source) - len(used))
-    table = used == [0] and bool(source[0]) and _counts(listed[0].meta["val"])
+    table = used == [0] and bool(source[0]) and _is_integer(listed[0].meta["val"])
     groups = call.forest.size(source[0]).static if table else None
     bounds = call.orders.bounds(listed[0], groups) if groups and rank == 1 else ""
-    factors = [_indexed(source[k], k, bounds, table=table) for k in used if source[k]]
+    factors = [_build_indexed_factor(source[k], k, bounds, table=table) for k in used if source[k]]
     middle: list[Dim] = []
     for j in range(rank):
         middle.append(call.fresh(0, used[0] + j, data=True))
@@ -53,7 +55,9 @@ def index(call: Call) -> NodeRule | None:
             j = i if i < used[0] else i - len(used) + rank
             factors.append(Factor("pass", dim, ((0, i), (~0, j))))
     factors += [
-        Factor("whole", d, ((~0, used[0] + j),), grouped=bounds) for j, d in enumerate(middle) if d
+        Factor("unshardable", d, ((~0, used[0] + j),), grouped=bounds)
+        for j, d in enumerate(middle)
+        if d
     ]
     emit = "lookup" if table else ""
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=emit)
@@ -65,12 +69,12 @@ def assign(call: Call) -> NodeRule | None:
     `y` is broadcast to what the indices choose. Which of its values stays where an index repeats
     may differ from rank to rank, so that parts of a sum are sums again only if they are added up.
     """
-    used = _indexed_dims(cast("list[Any]", call.arguments["indices"]))
+    used = _find_indexed_dims(cast("list[Any]", call.arguments["indices"]))
     if not used:
         return None
     source, *indices, written = call.operands
     chosen = len(source) - len(used) + max(map(len, indices))  # how many dims the indices choose
-    factors = [Factor("whole", source[k], ((0, k), (~0, k))) for k in used if source[k]]
+    factors = [Factor("unshardable", source[k], ((0, k), (~0, k))) for k in used if source[k]]
     results, places = list(source), set[int]()
     for i in (i for i in range(len(source)) if i not in used):
         j = i if i < used[0] else i + chosen - len(source)
@@ -79,16 +83,16 @@ def assign(call: Call) -> NodeRule | None:
         if at < 0 or call.forest.size(written[at]).static == 1:  # broadcast
             factors += [Factor("pass", source[i], ((0, i), (~0, i)))] if source[i] else []
         else:
-            results[i], made = _passing(call, i, [(0, i), (len(indices) + 1, at)])
+            results[i], made = _pass_dim(call, i, [(0, i), (len(indices) + 1, at)])
             factors += made
     others = [(k + 1, i, d) for k, dims in enumerate(indices) for i, d in enumerate(dims)]
     others += [(len(indices) + 1, i, d) for i, d in enumerate(written) if i not in places]
-    factors += [Factor("whole", d, ((k, i),)) for k, i, d in others if d]
+    factors += [Factor("unshardable", d, ((k, i),)) for k, i, d in others if d]
     linear = (frozenset({0, len(indices) + 1}),) if call.arguments.get("accumulate") else ()
     return NodeRule(tuple(factors), (tuple(results),), linear=linear)
 
 
-def _indexed_dims(listed: list[Any]) -> list[int]:
+def _find_indexed_dims(listed: list[Any]) -> list[int]:
     """The dims for which indices stand; none if they are apart, or a mask stands for several."""
     if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
         return []
@@ -96,15 +100,15 @@ def _indexed_dims(listed: list[Any]) -> list[int]:
     return used if used and used == list(range(used[0], used[-1] + 1)) else []
 
 
-def _indexed(dim: Dim, at: int, bounds: str, *, table: bool) -> Factor:
+def _build_indexed_factor(dim: Dim, at: int, bounds: str, *, table: bool) -> Factor:
     """The looked-up dim: rows of a table that another rank holds count as zero there."""
     slots: tuple[Slot, ...] = ((0, at),)
     if table:
         return Factor("reduce", dim, slots, "sum", block=True, grouped=bounds)
-    return Factor("whole", dim, slots)
+    return Factor("unshardable", dim, slots)
 
 
-def _counts(index: torch.Tensor) -> bool:
+def _is_integer(index: torch.Tensor) -> bool:
     """Whether an index holds positions, rather than flags."""
     return index.dtype in (torch.int32, torch.int64)
 
@@ -120,22 +124,22 @@ def lookup(call: Call) -> NodeRule | None:
     that one's looked-up dim passes (gather along its index). An index of one dim stands for the
     looked-up dim alone.
     """
-    like = position(call, cast(int, call.row.options["like"]))
+    like = find_operand(call, cast(int, call.row.options["like"]))
     if like is None or like < 0:
         return None
     at = call.axis(call.arguments["dim"], len(call.operands[0]))
-    slots = [_slots(call, i, at) for i in range(len(call.operands[0]))]
+    slots = [_list_slots(call, i, at) for i in range(len(call.operands[0]))]
     factors: list[Factor] = []
     results: list[Dim] = []
     for i, found in enumerate(slots):
-        dim, made = _passing(call, i, found) if i != at else _looked_up(call, i, found, like)
+        dim, made = _pass_dim(call, i, found) if i != at else _look_up_dim(call, i, found, like)
         results.append(dim)
         factors += made
-    linear = renumbered(call, call.row.linear)
+    linear = renumber_sets(call, call.row.linear)
     return NodeRule(tuple(factors), (tuple(results),), linear=linear)
 
 
-def _slots(call: Call, i: int, at: int) -> list[Slot]:
+def _list_slots(call: Call, i: int, at: int) -> list[Slot]:
     """Where dim `i` of the looked-up tensor stands in each operand."""
     rank = len(call.operands[0])
     slots: list[Slot] = []
@@ -147,7 +151,7 @@ def _slots(call: Call, i: int, at: int) -> list[Slot]:
     return slots
 
 
-def _passing(call: Call, i: int, slots: list[Slot]) -> tuple[Dim, list[Factor]]:
+def _pass_dim(call: Call, i: int, slots: list[Slot]) -> tuple[Dim, list[Factor]]:
     """A dim beside the looked-up one: it passes if every operand has the same size there."""
     dims = [call.operands[k][d] for k, d in slots]
     size = call.sizes[0][i]
@@ -156,19 +160,19 @@ def _passing(call: Call, i: int, slots: list[Slot]) -> tuple[Dim, list[Factor]]:
         return dims[0], [Factor("pass", dims[0], (*slots, (~0, i)))] if dims[0] else []
     out = call.fresh(0, i)
     whole = [*zip(dims, slots, strict=True), (out, (~0, i))]
-    return out, [Factor("whole", d, (slot,)) for d, slot in whole if d]
+    return out, [Factor("unshardable", d, (slot,)) for d, slot in whole if d]
 
 
-def _looked_up(call: Call, i: int, slots: list[Slot], like: int) -> tuple[Dim, list[Factor]]:
+def _look_up_dim(call: Call, i: int, slots: list[Slot], like: int) -> tuple[Dim, list[Factor]]:
     factors: list[Factor] = []
     own: Dim = ()
     for k, d in slots:
         dim = call.operands[k][d]
         places: tuple[Slot, ...] = ((k, d),)
-        kind: FactorKind = "whole"
+        kind: FactorKind = "unshardable"
         if k == like:
             own, places = dim, ((k, d), (~0, i))
-            kind = "pass" if call.row.options.get("passes") else "whole"
+            kind = "pass" if call.row.options.get("passes") else "unshardable"
         if dim:
             factors.append(Factor(kind, dim, places))
     return own, factors

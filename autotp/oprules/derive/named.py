@@ -3,11 +3,11 @@
 from typing import cast
 
 from autotp.algebra.axis import Dim
-from autotp.oprules.derive.call import Call, notation
+from autotp.oprules.derive.call import Call, apply_notation
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, FactorKind, NodeRule
 
-__all__ = ["along", "trailing", "whole"]
+__all__ = ["along", "trailing", "unshardable"]
 
 
 def along(call: Call) -> NodeRule | None:
@@ -27,21 +27,21 @@ def along(call: Call) -> NodeRule | None:
         chosen = {call.axis(d, rank) for d in listed}
     keep = bool(options.get("keep", False))
     kept = keep or bool(call.arguments.get("keepdim", False))
-    return _along(call, chosen, str(options.get("kind", "whole")), keep=keep, kept=kept)
+    return _apply_along(call, chosen, str(options.get("kind", "whole")), keep=keep, kept=kept)
 
 
-def _along(call: Call, chosen: set[int], join: str, *, keep: bool, kept: bool) -> NodeRule:
+def _apply_along(call: Call, chosen: set[int], join: str, *, keep: bool, kept: bool) -> NodeRule:
     factors: list[Factor] = []
     results: list[list[Dim]] = [[] for _ in call.sizes]
     for i, dim in enumerate(call.operands[0]):
         j = len(results[0])
         if i in chosen:
-            kind: FactorKind = "reduce" if join in ("sum", "mean") else "whole"
+            kind: FactorKind = "reduce" if join in ("sum", "mean") else "unshardable"
             if dim:
                 factors.append(Factor(kind, dim, ((0, i),), join if kind == "reduce" else ""))
             for k, dims in enumerate(results):
                 if kept:
-                    dims.append(_stay(call, dim, k, j, same=keep))
+                    dims.append(_keep_dim(call, dim, k, j, same=keep))
             continue
         if dim:
             factors.append(Factor("pass", dim, ((0, i), *((~k, j) for k in range(len(results))))))
@@ -58,16 +58,16 @@ def _along(call: Call, chosen: set[int], join: str, *, keep: bool, kept: bool) -
     )
 
 
-def _stay(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
+def _keep_dim(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
     if same and call.forest.size(dim) == call.sizes[result][at]:
         return dim
     return call.fresh(result, at, data=any(a.data for a in call.forest.flat(dim)))
 
 
-def whole(call: Call) -> NodeRule | None:
+def unshardable(call: Call) -> NodeRule | None:
     """Every dim whole: the op is known, and no split of it is right."""
     factors = [
-        Factor("whole", d, ((k, i),))
+        Factor("unshardable", d, ((k, i),))
         for k, dims in enumerate(call.operands)
         for i, d in enumerate(dims)
     ]
@@ -82,12 +82,12 @@ def trailing(call: Call) -> NodeRule | None:
     count = len(cast("list[int]", call.arguments["normalized_shape"]))
     words = " ".join(f"n{k}" for k in range(count))
     others = ", ".join([words] * (len(call.positions) - 1))
-    rule = notation(call, parse_rule(f"... {words}, {others} -> ... {words}"))
+    rule = apply_notation(call, parse_rule(f"... {words}, {others} -> ... {words}"))
     if rule is None:
         return None
     rank = len(call.operands[0])
     whole = {(0, rank - 1 - k) for k in range(count)}
     factors = tuple(
-        Factor("whole", f.dim, f.slots) if whole & set(f.slots) else f for f in rule.factors
+        Factor("unshardable", f.dim, f.slots) if whole & set(f.slots) else f for f in rule.factors
     )
     return NodeRule(factors, rule.results)

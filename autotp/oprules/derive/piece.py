@@ -5,13 +5,13 @@ from typing import cast
 
 from autotp.algebra.axis import Dim
 from autotp.algebra.size import Size
-from autotp.oprules.derive.call import Call, moved
+from autotp.oprules.derive.call import Call, move_dims
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
 __all__ = ["concatenate", "divide", "halves", "place", "put", "select", "stack", "take", "unbind"]
 
 
-def _others(
+def _pass_others(
     call: Call, at: int, operand: int = 0, result: int = 0, *, shift: int = 0
 ) -> list[Factor]:
     """Passing factors of every dim but `at`; result dims after `at` are shifted."""
@@ -22,7 +22,7 @@ def _others(
     return out
 
 
-def _replaced(call: Call, at: int, dim: Dim) -> tuple[Dim, ...]:
+def _replace_dim(call: Call, at: int, dim: Dim) -> tuple[Dim, ...]:
     return tuple(dim if i == at else d for i, d in enumerate(call.operands[0]))
 
 
@@ -31,23 +31,23 @@ def take(call: Call) -> NodeRule | None:
     dims = call.operands[0]
     at = call.axis(call.arguments["dim"], len(dims))
     size = call.forest.size(dims[at])
-    bounds = _bounds(call, size.static)
+    bounds = _read_bounds(call, size.static)
     if size.static is None or bounds is None:
-        return _whole_dim(call, at, data=True)
+        return _make_unshardable(call, at, data=True)
     begin, end, step = bounds
     if step != 1:
-        return _strided(call, at, begin, end, step, size.static)
-    found = _piece(call, dims[at], begin, end)
+        return _take_strided(call, at, begin, end, step, size.static)
+    found = _find_piece(call, dims[at], begin, end)
     if found is None:
-        return _whole_dim(call, at, data=False)
+        return _make_unshardable(call, at, data=False)
     before, piece = found
-    factors = [*_others(call, at), Factor("pass", dims[at], ((0, at), (~0, at)))]
+    factors = [*_pass_others(call, at), Factor("pass", dims[at], ((0, at), (~0, at)))]
     extra = {"before": before, "piece": (piece,)}
-    results = (_replaced(call, at, piece),)
+    results = (_replace_dim(call, at, piece),)
     return NodeRule(tuple(factors), results, linear=(frozenset({0}),), emit="slice", extra=extra)
 
 
-def _bounds(call: Call, total: int | None) -> tuple[int, int, int] | None:
+def _read_bounds(call: Call, total: int | None) -> tuple[int, int, int] | None:
     """Start, end and step of a piece, counted from 0; None if one is symbolic."""
     start, step = call.arguments.get("start") or 0, call.arguments.get("step", 1)
     length, stop = call.arguments.get("length"), call.arguments.get("end")
@@ -57,7 +57,7 @@ def _bounds(call: Call, total: int | None) -> tuple[int, int, int] | None:
     return begin, end if length is None else begin + cast(int, length), cast(int, step)
 
 
-def _piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, ...], Dim] | None:
+def _find_piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, ...], Dim] | None:
     """What lies before the piece (nothing, or one dim), and the piece; None if it cannot be cut."""
     tail = call.forest.cut(dim, end) if begin < end else None
     head = None if tail is None else call.forest.cut(tail[0], begin)
@@ -71,13 +71,13 @@ def place(call: Call) -> NodeRule | None:
     """
     dims, written = call.operands
     at = call.axis(call.arguments["dim"], len(dims))
-    bounds = _bounds(call, call.forest.size(dims[at]).static)
+    bounds = _read_bounds(call, call.forest.size(dims[at]).static)
     known = bounds is not None and bounds[2] == 1
-    found = _piece(call, dims[at], *bounds[:2]) if bounds is not None and known else None
+    found = _find_piece(call, dims[at], *bounds[:2]) if bounds is not None and known else None
     if found is None or not call.forest.unify(found[1], written[at]):
         whole = [((0, at), dims[at]), ((1, at), written[at])]
-        return _overwritten(call, whole, {i: i for i in range(len(dims)) if i != at})
-    rule = _overwritten(call, [], {i: i for i in range(len(dims)) if i != at})
+        return _overwrite(call, whole, {i: i for i in range(len(dims)) if i != at})
+    rule = _overwrite(call, [], {i: i for i in range(len(dims)) if i != at})
     passing = Factor("pass", dims[at], ((0, at), (1, at), (~0, at)))
     extra = {"before": found[0], "piece": (found[1],)}
     return replace(rule, factors=(*rule.factors, passing), emit="slice", extra=extra)
@@ -88,14 +88,14 @@ def put(call: Call) -> NodeRule | None:
     dims = call.operands[0]
     at = call.axis(call.arguments["dim"], len(dims))
     places = {i: i - (i > at) for i in range(len(dims)) if i != at}
-    return _overwritten(call, [((0, at), dims[at])], places)
+    return _overwrite(call, [((0, at), dims[at])], places)
 
 
-def _overwritten(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, int]) -> NodeRule:
+def _overwrite(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, int]) -> NodeRule:
     """`whole` dims, and dims of the first operand that stand at `places` of the written one."""
     dims, written = call.operands
     factors = [
-        Factor("whole", dim, (slot, (~0, slot[1])) if slot[0] == 0 else (slot,))
+        Factor("unshardable", dim, (slot, (~0, slot[1])) if slot[0] == 0 else (slot,))
         for slot, dim in whole
         if dim
     ]
@@ -104,34 +104,38 @@ def _overwritten(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, in
             dims[i], written[j]
         )
         if dims[i]:
-            kind: FactorKind = "pass" if same else "whole"
+            kind: FactorKind = "pass" if same else "unshardable"
             factors.append(Factor(kind, dims[i], ((0, i), (1, j), (~0, i))))
     return NodeRule(tuple(factors), (dims,), linear=(frozenset({0, 1}),))
 
 
-def _strided(call: Call, at: int, begin: int, end: int, step: int, total: int) -> NodeRule | None:
+def _take_strided(
+    call: Call, at: int, begin: int, end: int, step: int, total: int
+) -> NodeRule | None:
     """`x[begin::step]` with begin < step: the major factor, where `step` is the minor one."""
     parts = call.forest.split_dim(call.operands[0][at], Size(step)) if total % step == 0 else None
     if parts is None or begin >= step or end < total:
-        return _whole_dim(call, at, data=False)
-    factors = [*_others(call, at), Factor("pass", parts[0], ((0, at), (~0, at)))]
-    factors.append(Factor("whole", parts[1], ((0, at),)))
-    results = _replaced(call, at, parts[0])
+        return _make_unshardable(call, at, data=False)
+    factors = [*_pass_others(call, at), Factor("pass", parts[0], ((0, at), (~0, at)))]
+    factors.append(Factor("unshardable", parts[1], ((0, at),)))
+    results = _replace_dim(call, at, parts[0])
     return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit="")
 
 
-def _whole_dim(call: Call, at: int, *, data: bool) -> NodeRule:
+def _make_unshardable(call: Call, at: int, *, data: bool) -> NodeRule:
     out = call.fresh(0, at, data=data)
     dim = call.operands[0][at]
-    factors = _others(call, at)
-    factors += [Factor("whole", d, (slot,)) for d, slot in ((dim, (0, at)), (out, (~0, at))) if d]
-    return NodeRule(tuple(factors), (_replaced(call, at, out),), linear=(frozenset({0}),))
+    factors = _pass_others(call, at)
+    factors += [
+        Factor("unshardable", d, (slot,)) for d, slot in ((dim, (0, at)), (out, (~0, at))) if d
+    ]
+    return NodeRule(tuple(factors), (_replace_dim(call, at, out),), linear=(frozenset({0}),))
 
 
 def select(call: Call) -> NodeRule | None:
     """One index of one dim: that dim is whole, and gone."""
     at = call.axis(call.arguments["dim"], len(call.operands[0]))
-    return moved(call, [i for i in range(len(call.operands[0])) if i != at])
+    return move_dims(call, [i for i in range(len(call.operands[0])) if i != at])
 
 
 def divide(call: Call) -> NodeRule | None:
@@ -144,7 +148,7 @@ def divide(call: Call) -> NodeRule | None:
         length = call.sizes[number][at].static
         halves = None if length is None else call.forest.cut(rest, length)
         if halves is None:
-            return _whole_pieces(call, at)
+            return _make_pieces_unshardable(call, at)
         pieces.append(halves[0])
         rest = halves[1]
     pieces.append(rest)
@@ -155,7 +159,7 @@ def divide(call: Call) -> NodeRule | None:
         if i != at and d
     ]
     factors.append(Factor("pass", dims[at], ((0, at), *((~k, at) for k in range(count)))))
-    results = tuple(_replaced(call, at, p) for p in pieces)
+    results = tuple(_replace_dim(call, at, p) for p in pieces)
     return NodeRule(
         tuple(factors),
         results,
@@ -165,15 +169,15 @@ def divide(call: Call) -> NodeRule | None:
     )
 
 
-def _whole_pieces(call: Call, at: int) -> NodeRule:
+def _make_pieces_unshardable(call: Call, at: int) -> NodeRule:
     count = len(call.sizes)
-    results = tuple(_replaced(call, at, call.fresh(k, at, data=True)) for k in range(count))
+    results = tuple(_replace_dim(call, at, call.fresh(k, at, data=True)) for k in range(count))
     factors = [
         Factor("pass", d, ((0, i), *((~k, i) for k in range(count))))
         for i, d in enumerate(call.operands[0])
         if i != at and d
     ]
-    factors.append(Factor("whole", call.operands[0][at], ((0, at),)))
+    factors.append(Factor("unshardable", call.operands[0][at], ((0, at),)))
     return NodeRule(tuple(factors), results, linear=(frozenset({0}),))
 
 
@@ -184,9 +188,9 @@ def halves(call: Call) -> NodeRule | None:
     length = call.sizes[0][at].static
     pieces = None if length is None else call.forest.cut(dim, length)
     if pieces is None or not call.forest.unify(*pieces):
-        return replace(_whole_dim(call, at, data=False), linear=())
-    factors = (*_others(call, at), Factor("pass", dim, ((0, at), (~0, at))))
-    return NodeRule(factors, (_replaced(call, at, pieces[0]),))
+        return replace(_make_unshardable(call, at, data=False), linear=())
+    factors = (*_pass_others(call, at), Factor("pass", dim, ((0, at), (~0, at))))
+    return NodeRule(factors, (_replace_dim(call, at, pieces[0]),))
 
 
 def unbind(call: Call) -> NodeRule | None:
@@ -201,7 +205,7 @@ def unbind(call: Call) -> NodeRule | None:
         if d
     ]
     if dims[at]:
-        factors.append(Factor("whole", dims[at], ((0, at),)))
+        factors.append(Factor("unshardable", dims[at], ((0, at),)))
     return NodeRule(tuple(factors), (tuple(d for _, d in kept),) * count, linear=(frozenset({0}),))
 
 
@@ -216,14 +220,14 @@ def concatenate(call: Call) -> NodeRule | None:
     factors: list[Factor] = []
     results: list[Dim] = []
     for i in range(rank):
-        dim, factor = _joined(call, joined, i, at)
+        dim, factor = _concatenate_dim(call, joined, i, at)
         results.append(dim)
         factors += factor
     linear = (frozenset(range(len(call.operands))),)
     return NodeRule(tuple(factors), (tuple(results),), linear=linear)
 
 
-def _joined(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[Factor]]:
+def _concatenate_dim(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[Factor]]:
     forest = call.forest
     there = [k for k in joined if i != at or forest.size(call.operands[k][i]) != Size(0)]
     dims = [call.operands[k][i] for k in there]
@@ -234,10 +238,10 @@ def _joined(call: Call, joined: list[int], i: int, at: int) -> tuple[Dim, list[F
             out = dims[0]
         else:
             out = (forest.sum_of(dims),) if static else call.fresh(0, i, data=True)
-        kind: FactorKind = "pass" if static else "whole"
+        kind: FactorKind = "pass" if static else "unshardable"
         return out, [Factor(kind, out, slots)]
     ok = all(forest.size(d) == forest.size(dims[0]) and forest.unify(dims[0], d) for d in dims[1:])
-    return dims[0], [Factor("pass" if ok else "whole", dims[0], slots)] if dims[0] else []
+    return dims[0], [Factor("pass" if ok else "unshardable", dims[0], slots)] if dims[0] else []
 
 
 def stack(call: Call) -> NodeRule | None:
@@ -247,12 +251,12 @@ def stack(call: Call) -> NodeRule | None:
     factors: list[Factor] = []
     results: list[Dim] = []
     for i in range(len(call.operands[0])):
-        dim, factor = _joined(call, joined, i, -1)
+        dim, factor = _concatenate_dim(call, joined, i, -1)
         j = i + (i >= at)
         results.append(dim)
         factors += [Factor(f.kind, f.dim, (*f.slots[:-1], (~0, j))) for f in factor]
     new = call.fresh(0, at)
     results.insert(at, new)
     if new:
-        factors.append(Factor("whole", new, ((~0, at),)))
+        factors.append(Factor("unshardable", new, ((~0, at),)))
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset(joined),))

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 
 from autotp.algebra.size import ONE, Size
-from autotp.oprules.derive.call import Binding, Call, notation, position
+from autotp.oprules.derive.call import Binding, Call, apply_notation, find_operand
 from autotp.oprules.notation import Signature, parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
@@ -23,13 +23,13 @@ def product(call: Call) -> NodeRule | None:
         (2, 1): "... i, i -> ...",
         (3, 1): "... i, i -> ...",
     }
-    return notation(call, parse_rule(forms.get(ranks, "... m i, ... i o -> ... m o")))
+    return apply_notation(call, parse_rule(forms.get(ranks, "... m i, ... i o -> ... m o")))
 
 
 def attention(call: Call) -> NodeRule | None:
     """Scaled dot product attention: heads and the value's head size pass; grouped heads share."""
     head = "(h g)" if call.arguments.get("enable_gqa") else "h"
-    given = position(call, 3)
+    given = find_operand(call, 3)
     flat = given is not None and given >= 0 and len(call.operands[given]) < 3
     mask = "q k" if flat else f"... {head} q k"
     return _attention(call, f"... {head} q e, ... h k e, ... h k v, {mask} -> ... {head} q v")
@@ -39,7 +39,7 @@ def _attention(call: Call, text: str) -> NodeRule | None:
     signature = parse_rule(text)
     binding = Binding(call, signature)
     for at in (1, 2, 0, 3):  # keys first: a group of the query's heads needs their size
-        number = position(call, at)
+        number = find_operand(call, at)
         if number is None or number < 0:
             continue
         if not binding.operand(signature.operands[at], number):
@@ -60,14 +60,14 @@ def einsum(call: Call) -> NodeRule | None:
     linear = tuple(frozenset({k}) for k in range(len(operands)))
     row = replace(call.row, reduce=contracted, linear=linear)
     positions = tuple(range(len(operands)))
-    return notation(replace(call, row=row, positions=positions), signature)
+    return apply_notation(replace(call, row=row, positions=positions), signature)
 
 
 def convolution(call: Call) -> NodeRule | None:
     """Channels are contracted, each group of them on its own; spatial dims are whole."""
     if len(call.operands[0]) != len(call.sizes[0]):
         return None  # without a batch
-    signature, spatial = _convolved(call)
+    signature, spatial = _write_convolution(call)
     words = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
     binding = Binding(replace(call, row=replace(call.row, whole=words)), signature)
     shared = call.forest.dim(Size(call.arguments["groups"]))
@@ -78,13 +78,13 @@ def convolution(call: Call) -> NodeRule | None:
             return None
     rule = binding.rule()
     fresh = tuple(call.fresh(0, 2 + k, data=True) for k in range(spatial))
-    factors = [Factor("whole", d, ((~0, 2 + k),)) for k, d in enumerate(fresh) if d]
+    factors = [Factor("unshardable", d, ((~0, 2 + k),)) for k, d in enumerate(fresh) if d]
     results = ((*rule.results[0], *fresh),)
     factors = (*rule.factors, *factors)
     return replace(rule, factors=factors, results=results, extra={"groups": (shared,)})
 
 
-def _convolved(call: Call) -> tuple[Signature, int]:
+def _write_convolution(call: Call) -> tuple[Signature, int]:
     """The signature of a convolution, and over how many dims its window moves."""
     groups, spatial = call.arguments["groups"], len(call.operands[0]) - 2
     given = " ".join(f"s{k}" for k in range(spatial))

@@ -5,7 +5,7 @@ from typing import cast
 
 from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.size import ONE, Size
-from autotp.oprules.derive.call import Call, moved
+from autotp.oprules.derive.call import Call, move_dims
 from autotp.oprules.rule import Factor, NodeRule, Slot
 
 __all__ = ["expand", "pair", "permute", "repeat", "repeat_each", "unpair", "view"]
@@ -28,7 +28,7 @@ def permute(call: Call) -> NodeRule | None:
         order[i], order[j] = order[j], order[i]
     if order is None:
         order = list(reversed(range(rank)))
-    return moved(call, [call.axis(d, rank) for d in order])
+    return move_dims(call, [call.axis(d, rank) for d in order])
 
 
 def view(call: Call) -> NodeRule | None:
@@ -63,8 +63,8 @@ class _Alignment:
             dim = self.forest.dim(self.sizes[j], data=self._is_data(self.sizes[j]))
             self.results[j] = dim
             if dim:
-                factors.append(Factor("whole", dim, ((~0, j),)))
-        factors += [Factor("whole", (a,), ((0, i),)) for a, i in self.left]
+                factors.append(Factor("unshardable", dim, ((~0, j),)))
+        factors += [Factor("unshardable", (a,), ((0, i),)) for a, i in self.left]
         results = tuple(r if r is not None else () for r in self.results)
         factors = [*self._passing(results), *factors]
         return NodeRule(
@@ -86,11 +86,11 @@ class _Alignment:
         aligned = {j for _, _, j in self.pieces}
         agreed = {j for j in aligned if self.forest.unify(results[j], shape[j])}
         factors = [
-            Factor("pass" if j in agreed else "whole", (a,), ((0, i), (1, j), (~0, j)))
+            Factor("pass" if j in agreed else "unshardable", (a,), ((0, i), (1, j), (~0, j)))
             for a, i, j in self.pieces
         ]
         rest = [j for j in range(len(shape)) if j not in agreed and shape[j]]
-        return factors + [Factor("whole", shape[j], ((1, j),)) for j in rest]
+        return factors + [Factor("unshardable", shape[j], ((1, j),)) for j in rest]
 
     def _match(self, j: int, *, major: bool) -> bool:
         """Whether result dim `j` could be built of the operand's next atoms; undone if not."""
@@ -158,7 +158,7 @@ def repeat(call: Call) -> NodeRule | None:
         extra = call.forest.dim(copies)
         results.append(extra + dim)
         if extra:
-            factors.append(Factor("whole", extra, ((~0, j),)))
+            factors.append(Factor("unshardable", extra, ((~0, j),)))
         if dim:
             factors.append(Factor("pass", dim, ((0, j - lead), (~0, j))))
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=call.row.emit)
@@ -182,7 +182,7 @@ def repeat_each(call: Call) -> NodeRule | None:
 
 def pair(call: Call) -> NodeRule | None:
     """The last dim, real and imaginary part, becomes one number: it is whole, and gone."""
-    return moved(call, range(len(call.operands[0]) - 1))
+    return move_dims(call, range(len(call.operands[0]) - 1))
 
 
 def unpair(call: Call) -> NodeRule | None:
@@ -190,5 +190,5 @@ def unpair(call: Call) -> NodeRule | None:
     dims = call.operands[0]
     new = call.fresh(0, len(dims))
     factors = [Factor("pass", d, ((0, i), (~0, i))) for i, d in enumerate(dims) if d]
-    factors.append(Factor("whole", new, ((~0, len(dims)),)))
+    factors.append(Factor("unshardable", new, ((~0, len(dims)),)))
     return NodeRule(tuple(factors), ((*dims, new),), linear=(frozenset({0}),))

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 from autotp.algebra.axis import Dim
 from autotp.algebra.size import ONE, Size
-from autotp.oprules.derive.call import Binding, Call, notation, renumbered
+from autotp.oprules.derive.call import Binding, Call, apply_notation, renumber_sets
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
-__all__ = ["channels", "grouped", "padded", "patches", "windows"]
+__all__ = ["channels", "grouped", "pad", "patches", "windows"]
 
 
 def windows(call: Call) -> NodeRule | None:
@@ -19,11 +19,11 @@ def windows(call: Call) -> NodeRule | None:
     Options: `dims` = how many they are.
     """
     rank, count = len(call.operands[0]), cast(int, call.row.options["dims"])
-    linear = renumbered(call, call.row.linear)
-    return _resized(call, range(rank - count, rank), linear)
+    linear = renumber_sets(call, call.row.linear)
+    return _resize_dims(call, range(rank - count, rank), linear)
 
 
-def padded(call: Call) -> NodeRule | None:
+def pad(call: Call) -> NodeRule | None:
     """Dims that grow by what `pad` says, two numbers a dim from the last on, are whole and new.
 
     Zeros, and copies of elements, are linear in the operand; another constant is not.
@@ -35,10 +35,10 @@ def padded(call: Call) -> NodeRule | None:
     }
     constant = call.arguments.get("mode", "constant") == "constant"
     linear = not constant or call.arguments.get("value") in (None, 0)
-    return _resized(call, grown, (frozenset({0}),) if linear else ())
+    return _resize_dims(call, grown, (frozenset({0}),) if linear else ())
 
 
-def _resized(
+def _resize_dims(
     call: Call, chosen: Iterable[int], linear: tuple[frozenset[int], ...]
 ) -> NodeRule | None:
     """Dims `chosen` are whole and of new sizes in the results; every other dim passes."""
@@ -53,7 +53,7 @@ def _resized(
             result.append(one)
         if i in new:
             places = [((0, i), dim), *(((~k, i), one) for k, one in enumerate(own))]
-            factors += [Factor("whole", one, (slot,)) for slot, one in places if one]
+            factors += [Factor("unshardable", one, (slot,)) for slot, one in places if one]
         elif dim:
             factors.append(Factor("pass", dim, ((0, i), *((~k, i) for k in range(count)))))
     return NodeRule(tuple(factors), tuple(map(tuple, results)), linear=linear)
@@ -65,12 +65,12 @@ def channels(call: Call) -> NodeRule | None:
     Options: `training` = the argument that says whether they are taken over all but the channels.
     Further results, which are statistics or empty, are whole.
     """
-    rest = _positions(call)
+    rest = _name_positions(call)
     whole = ["b", *rest] if call.arguments.get(str(call.row.options.get("training", ""))) else []
     shape = " ".join(["b", "c", *rest])
     numbers = ", ".join(["c"] * (len(call.positions) - 1))
     row = replace(call.row, whole=frozenset(whole))
-    rule = notation(replace(call, row=row), parse_rule(f"{shape}, {numbers} -> {shape}"))
+    rule = apply_notation(replace(call, row=row), parse_rule(f"{shape}, {numbers} -> {shape}"))
     if rule is None:
         return None
     further = [
@@ -78,7 +78,7 @@ def channels(call: Call) -> NodeRule | None:
         for k in range(1, len(call.sizes))
     ]
     factors = [
-        Factor("whole", dim, ((~k, i),))
+        Factor("unshardable", dim, ((~k, i),))
         for k, dims in enumerate(further, 1)
         for i, dim in enumerate(dims)
     ]
@@ -87,7 +87,7 @@ def channels(call: Call) -> NodeRule | None:
 
 def grouped(call: Call) -> NodeRule | None:
     """Statistics over groups of channels (dim 1) and positions: a group passes, whole inside."""
-    rest, count = _positions(call), Size(call.arguments["num_groups"])
+    rest, count = _name_positions(call), Size(call.arguments["num_groups"])
     channels = "c" if count == ONE else "(g c)"
     shape = " ".join(["b", channels, *rest])
     row = replace(call.row, whole=frozenset(["c", *rest]))
@@ -114,14 +114,14 @@ def patches(call: Call) -> NodeRule | None:
     factors = [
         Factor("pass", batch, ((0, 0), (~0, 0))),
         Factor("pass", channels, ((0, 1), (~0, 1))),
-        Factor("whole", inner, ((~0, 1),)),
-        *(Factor("whole", dim, ((0, 2 + k),)) for k, dim in enumerate(positions)),
-        Factor("whole", places, ((~0, 2),)),
+        Factor("unshardable", inner, ((~0, 1),)),
+        *(Factor("unshardable", dim, ((0, 2 + k),)) for k, dim in enumerate(positions)),
+        Factor("unshardable", places, ((~0, 2),)),
     ]
     result = (batch, (*channels, *inner), places)
     return NodeRule(tuple(f for f in factors if f.dim), (result,), linear=(frozenset({0}),))
 
 
-def _positions(call: Call) -> list[str]:
+def _name_positions(call: Call) -> list[str]:
     """A factor for each dim after the channels."""
     return [f"s{k}" for k in range(len(call.operands[0]) - 2)]

@@ -17,14 +17,14 @@ from autotp.algebra.size import Size
 from autotp.capture.sizes import Sizes
 from autotp.oprules.rule import Operand
 
-__all__ = ["Opaque", "Values", "opaque_of"]
+__all__ = ["OpaqueCall", "Values", "describe_call"]
 
 Values: TypeAlias = Mapping[Size, int]
 """The number that stands for each size of a call while it is tried."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
 _COLLECTIVE = "c10d"  # in the name of every namespace of ops that talk to other ranks
-_UNTRIED = {
+_UNSUITABLE = {
     torch.Tag.nondeterministic_seeded: "it draws random numbers",
     torch.Tag.dynamic_output_shape: "the sizes of its results depend on values",
     torch.Tag.data_dependent_output: "its result is a number read from a tensor",
@@ -38,7 +38,7 @@ class _Hole(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
+class OpaqueCall:
     """A call whose tensors and sizes are open.
 
     - `args`, `kwargs`: with holes for tensors and a Size where a size is handed over.
@@ -63,12 +63,12 @@ class Opaque:
     def sizes(self) -> list[Size]:
         """Every size of an operand or argument that is not 0 or 1, once."""
         listed = [s for shape in self.shapes for s in shape]
-        listed += [x for x in _leaves((self.args, self.kwargs)) if isinstance(x, Size)]
+        listed += [x for x in _list_leaves((self.args, self.kwargs)) if isinstance(x, Size)]
         return [s for s in dict.fromkeys(listed) if s.static not in (0, 1)]
 
     def numbers(self) -> list[int]:
         """The whole numbers greater than 1 among the arguments: sizes may be tied to them."""
-        leaves = [x for x in _leaves((self.args, self.kwargs)) if type(x) is int]
+        leaves = [x for x in _list_leaves((self.args, self.kwargs)) if type(x) is int]
         return list(dict.fromkeys(x for x in leaves if x > 1))
 
     def run(self, tensors: Sequence[Tensor], values: Values) -> list[Tensor]:
@@ -77,34 +77,34 @@ class Opaque:
         def fill(x: Any) -> Any:
             if isinstance(x, _Hole):
                 return tensors[x.number]
-            return size_of(x, values) if isinstance(x, Size) else x
+            return evaluate_size(x, values) if isinstance(x, Size) else x
 
-        args, kwargs = _mapped(self.args, fill), _mapped(self.kwargs, fill)
+        args, kwargs = _map_leaves(self.args, fill), _map_leaves(self.kwargs, fill)
         found: Any = self.target(*args, **kwargs)
         return [found] if isinstance(found, Tensor) else list(found)
 
 
-def opaque_of(
+def describe_call(
     node: fx.Node, operands: Sequence[Operand], metas: Mapping[int, Tensor], sizes: Sizes
-) -> Opaque | str:
+) -> OpaqueCall | str:
     """The call that `node` makes, or why it cannot be tried."""
     target = node.target
     if not isinstance(target, OpOverload):
         return "it is no op that runs by itself"
-    if reason := _untried(target):
+    if reason := _explain_unsuitable(target):
         return reason
     places = {(o.argument, o.item): _Hole(k) for k, o in enumerate(operands)}
     try:
-        args = tuple(_open(a, at, places, sizes) for at, a in enumerate(node.args))
-        kwargs = {name: _open(a, name, places, sizes) for name, a in node.kwargs.items()}
+        args = tuple(_open_argument(a, at, places, sizes) for at, a in enumerate(node.args))
+        kwargs = {name: _open_argument(a, name, places, sizes) for name, a in node.kwargs.items()}
     except _UnfitError as error:
         return str(error)
-    tensors = [cast(Tensor, _node(node, o).meta["val"]) for o in operands]
+    tensors = [cast(Tensor, _find_operand_node(node, o).meta["val"]) for o in operands]
     if not metas or sorted(metas) != list(range(len(target._schema.returns))):  # pyright: ignore[reportPrivateUsage]
         return "not all of its results are tensors"
     if any(t.is_complex() or t.layout is not torch.strided for t in [*tensors, *metas.values()]):
         return "it has complex or sparse tensors"
-    return Opaque(
+    return OpaqueCall(
         target,
         args,
         kwargs,
@@ -115,7 +115,7 @@ def opaque_of(
     )
 
 
-def _untried(target: OpOverload) -> str:
+def _explain_unsuitable(target: OpOverload) -> str:
     schema = target._schema  # pyright: ignore[reportPrivateUsage] torch has no public way
     if schema.is_mutable:
         return "it writes to its operands"
@@ -123,14 +123,14 @@ def _untried(target: OpOverload) -> str:
         return "its result shares memory with an operand"
     if _COLLECTIVE in target.namespace:
         return "it talks to other ranks"
-    return next((why for tag, why in _UNTRIED.items() if tag in target.tags), "")
+    return next((why for tag, why in _UNSUITABLE.items() if tag in target.tags), "")
 
 
 class _UnfitError(Exception):
     """An argument that a trial cannot make up."""
 
 
-def _open(
+def _open_argument(
     x: Any,
     place: int | str,
     places: Mapping[tuple[int | str, int], _Hole],
@@ -140,47 +140,47 @@ def _open(
     if (place, -1) in places:
         return places[(place, -1)]
     if not isinstance(x, list | tuple):
-        return _leaf(x, sizes)
+        return _open_leaf(x, sizes)
     items = enumerate(cast("Sequence[Any]", x))
-    return [places[(place, k)] if (place, k) in places else _leaf(i, sizes) for k, i in items]
+    return [places[(place, k)] if (place, k) in places else _open_leaf(i, sizes) for k, i in items]
 
 
-def _leaf(x: Any, sizes: Sizes) -> Any:
+def _open_leaf(x: Any, sizes: Sizes) -> Any:
     if isinstance(x, fx.Node):
         value = x.meta.get("val")
         if isinstance(value, torch.SymInt):
             return sizes.of_number(value)
         raise _UnfitError(f"its argument {x.name} is computed")
     if isinstance(x, list | tuple):
-        return [_leaf(i, sizes) for i in cast("Sequence[Any]", x)]
+        return [_open_leaf(i, sizes) for i in cast("Sequence[Any]", x)]
     if not isinstance(x, _PLAIN):
         raise _UnfitError(f"it has an argument of type {type(x).__name__}")
     return x
 
 
-def _node(node: fx.Node, operand: Operand) -> fx.Node:
+def _find_operand_node(node: fx.Node, operand: Operand) -> fx.Node:
     """The node that stands where an operand does."""
     place = operand.argument
     given: Any = node.args[place] if isinstance(place, int) else node.kwargs[place]
     return given if operand.item < 0 else given[operand.item]
 
 
-def _mapped(x: Any, change: Callable[[Any], Any]) -> Any:
+def _map_leaves(x: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(x, _Hole | Size):
         return change(x)
     if isinstance(x, Mapping):
-        return {k: _mapped(v, change) for k, v in cast("Mapping[str, Any]", x).items()}
+        return {k: _map_leaves(v, change) for k, v in cast("Mapping[str, Any]", x).items()}
     if isinstance(x, list | tuple):
-        return [_mapped(v, change) for v in cast("Sequence[Any]", x)]
+        return [_map_leaves(v, change) for v in cast("Sequence[Any]", x)]
     return change(x)
 
 
-def _leaves(x: Any) -> Iterator[Any]:
+def _list_leaves(x: Any) -> Iterator[Any]:
     leaves: list[Any] = []
-    _mapped(x, leaves.append)
+    _map_leaves(x, leaves.append)
     return iter(leaves)
 
 
-def size_of(size: Size, values: Values) -> int:
+def evaluate_size(size: Size, values: Values) -> int:
     """The number that stands for `size`."""
     return values.get(size, size.coefficient)

@@ -12,21 +12,21 @@ from string import ascii_lowercase
 import torch
 
 from autotp.oprules.derive.call import Binding, Call
-from autotp.oprules.discover.call import Opaque
-from autotp.oprules.discover.factors import Found, factors, linear_sets, ties
-from autotp.oprules.discover.joins import Cut
-from autotp.oprules.discover.sizes import FAMILIES, sizings
+from autotp.oprules.discover.call import OpaqueCall
+from autotp.oprules.discover.factors import FoundFactor, find_factors, find_linear_sets, find_ties
+from autotp.oprules.discover.joins import DimSplit
+from autotp.oprules.discover.sizes import FAMILIES, list_sizings
 from autotp.oprules.discover.trial import DRAWS, Setting, Trial
 from autotp.oprules.notation import Pattern, Signature
 from autotp.oprules.rule import Discovery, NodeRule, Row, Slot
 
-__all__ = ["bound", "discovered"]
+__all__ = ["bind_row", "discover_rule"]
 
 _FEWEST = 2  # draws that an op must take at the first sizes
 CACHE: dict[tuple[object, ...], Discovery] = {}
 
 
-def discovered(call: Opaque, *, gradients: bool) -> Discovery:
+def discover_rule(call: OpaqueCall, *, gradients: bool) -> Discovery:
     """What running `call`'s op tells of it; the same call is tried once a process.
 
     - `gradients`: the rule must hold for the backward pass too.
@@ -35,11 +35,11 @@ def discovered(call: Opaque, *, gradients: bool) -> Discovery:
     if key not in CACHE:
         devices = list(range(torch.cuda.device_count())) if call.device == "cuda" else []
         with torch.random.fork_rng(devices), torch.inference_mode(False):
-            CACHE[key] = _discovered(call, gradients)
+            CACHE[key] = _search_rule(call, gradients)
     return CACHE[key]
 
 
-def bound(row: Row, call: Call) -> NodeRule | None:
+def bind_row(row: Row, call: Call) -> NodeRule | None:
     """The rule that a found row gives one node; it numbers the operands that are there."""
     assert row.signature is not None
     binding, patterns = Binding(call, row.signature), row.signature.operands
@@ -50,13 +50,13 @@ def bound(row: Row, call: Call) -> NodeRule | None:
     return binding.rule()
 
 
-def _discovered(call: Opaque, gradients: bool) -> Discovery:
+def _search_rule(call: OpaqueCall, gradients: bool) -> Discovery:
     op = str(call.target)
     try:
-        families = _trials(call, gradients)
+        families = _run_trials(call, gradients)
         if isinstance(families, str):
             return Discovery(op, None, families)
-        rows = _rows(op, families, factors(call, families), linear_sets(families))
+        rows = _build_rows(op, families, find_factors(call, families), find_linear_sets(families))
     except _OverlapError as error:
         return Discovery(op, None, str(error))
     if not rows or any(row != rows[0] for row in rows):
@@ -64,7 +64,7 @@ def _discovered(call: Opaque, gradients: bool) -> Discovery:
     return Discovery(op, rows[0])
 
 
-def _trials(call: Opaque, gradients: bool) -> list[list[Trial]] | str:
+def _run_trials(call: OpaqueCall, gradients: bool) -> list[list[Trial]] | str:
     """For each family of sizes the runs from which something can be learnt, or why there are none.
 
     Double precision on the CPU if the op takes it, else what is nearer to the model's own.
@@ -73,18 +73,18 @@ def _trials(call: Opaque, gradients: bool) -> list[list[Trial]] | str:
     for device in dict.fromkeys(("cpu", "cuda" if call.device == "cuda" else "cpu")):
         for dtype in (torch.float64, torch.float32, None):
             setting = Setting(device, dtype, gradients)
-            families = [_family(call, first, setting, reasons) for first in FAMILIES]
+            families = [_run_family(call, first, setting, reasons) for first in FAMILIES]
             if all(families):
                 return families
     return reasons[0]
 
 
-def _family(call: Opaque, first: int, setting: Setting, reasons: list[str]) -> list[Trial]:
+def _run_family(call: OpaqueCall, first: int, setting: Setting, reasons: list[str]) -> list[Trial]:
     """The trials at the smallest sizes of one family that the op takes; `reasons` has why not."""
     reason = "its sizes are tied to an argument, and too large to try"
-    for values in sizings(call, first):
+    for values in list_sizings(call, first):
         trials = [Trial(call, values, setting, k) for k in range(len(DRAWS))]
-        found = {t.number: _reason(t) for t in trials}
+        found = {t.number: _explain_trial(t) for t in trials}
         usable = [t for t in trials if not found[t.number]]
         if len(usable) >= _FEWEST:
             return usable
@@ -93,7 +93,7 @@ def _family(call: Opaque, first: int, setting: Setting, reasons: list[str]) -> l
     return []
 
 
-def _reason(trial: Trial) -> str:
+def _explain_trial(trial: Trial) -> str:
     try:
         return trial.reason()
     except Exception as error:  # noqa: BLE001  whatever an op does with numbers that we made up
@@ -103,26 +103,26 @@ def _reason(trial: Trial) -> str:
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────
 
-_Word = tuple[int, ...]
+_FactorKey = tuple[int, ...]
 """A factor while it has no name: (number,) of one found, or (operand, dim, place) of another."""
 
 
-def _rows(
+def _build_rows(
     op: str,
     families: Sequence[Sequence[Trial]],
-    found: Sequence[Found],
+    found: Sequence[FoundFactor],
     linear: Sequence[frozenset[int]],
 ) -> list[Row]:
     """The row that each family of sizes gives; none if nothing holds."""
     joined = [f.joined[0] for f in found if f.joined[0].kind != "pass"]
-    kept = [f for f in found if f.joined[0].kind == "pass" or _like(f, joined)]
+    kept = [f for f in found if f.joined[0].kind == "pass" or _combines_alike(f, joined)]
     if not (kept or linear):
         return []
-    tied = ties(families[0][0], kept)
-    return [_Written(t[0], kept, at, tied).row(op, linear) for at, t in enumerate(families)]
+    tied = find_ties(families[0][0], kept)
+    return [_RowBuilder(t[0], kept, at, tied).row(op, linear) for at, t in enumerate(families)]
 
 
-def _like(factor: Found, joined: Sequence[object]) -> bool:
+def _combines_alike(factor: FoundFactor, joined: Sequence[object]) -> bool:
     """Whether a contracted factor joins as the first one does: a row has one way for all."""
     return factor.joined[0] == joined[0]
 
@@ -131,16 +131,16 @@ class _OverlapError(Exception):
     """Two factors claim the same elements of a dim."""
 
 
-class _Written:
+class _RowBuilder:
     """Factors written down as a row, at the sizes of one family."""
 
     def __init__(
-        self, trial: Trial, found: Sequence[Found], family: int, tied: Mapping[Slot, Slot]
+        self, trial: Trial, found: Sequence[FoundFactor], family: int, tied: Mapping[Slot, Slot]
     ) -> None:
         self.trial, self.call, self.found, self.family = trial, trial.call, found, family
         self.tied = tied
-        self.whole: set[_Word] = set()
-        self.names: dict[_Word, str] = {}
+        self.whole: set[_FactorKey] = set()
+        self.names: dict[_FactorKey, str] = {}
 
     def row(self, op: str, linear: Sequence[frozenset[int]]) -> Row:
         """The row."""
@@ -164,14 +164,14 @@ class _Written:
             note="found by running it",
         )
 
-    def _operand(self, k: int) -> list[list[_Word]]:
+    def _operand(self, k: int) -> list[list[_FactorKey]]:
         cuts = {n: f.cuts[self.family].get(k) for n, f in enumerate(self.found)}
         return [self._dim((k, d), cuts, s) for d, s in enumerate(self.trial.operands[k].shape)]
 
-    def _result(self, r: int, operands: Sequence[list[list[_Word]]]) -> list[list[_Word]]:
+    def _result(self, r: int, operands: Sequence[list[list[_FactorKey]]]) -> list[list[_FactorKey]]:
         joins = {n: f.joined[self.family] for n, f in enumerate(self.found)}
         cuts = {n: j.cuts[r] for n, j in joins.items() if j.kind == "pass"}
-        made = list[list[_Word]]()
+        made = list[list[_FactorKey]]()
         for d, size in enumerate(self.trial.whole[r].shape):
             words = self._dim((~r, d), cuts, size)
             same = self._same(r, d, operands)
@@ -181,10 +181,10 @@ class _Written:
             made.append(words)
         return made
 
-    def _dim(self, slot: Slot, cuts: Mapping[int, Cut | None], size: int) -> list[_Word]:
+    def _dim(self, slot: Slot, cuts: Mapping[int, DimSplit | None], size: int) -> list[_FactorKey]:
         """The factors of one dim, major first; what no factor found covers must stay whole."""
         here = sorted((c.outer, c.size, n) for n, c in cuts.items() if c and c.dim == slot[1])
-        words, before = list[_Word](), 1
+        words, before = list[_FactorKey](), 1
         for outer, length, number in here:
             if outer % before:
                 raise _OverlapError("factors of its results overlap")
@@ -193,14 +193,16 @@ class _Written:
             before = outer * length
         return words + self._gap(slot, before, size)
 
-    def _gap(self, slot: Slot, before: int, after: int) -> list[_Word]:
+    def _gap(self, slot: Slot, before: int, after: int) -> list[_FactorKey]:
         if before == after:
             return []
         word = (*self.tied.get(slot, slot), int(before > 1))
         self.whole.add(word)
         return [word]
 
-    def _same(self, r: int, d: int, operands: Sequence[list[list[_Word]]]) -> _Word | None:
+    def _same(
+        self, r: int, d: int, operands: Sequence[list[list[_FactorKey]]]
+    ) -> _FactorKey | None:
         """The whole dim of an operand that a result's dim is, going by its size and place."""
         size, behind = self.call.results[r][d], len(self.call.results[r]) - d
         for k, dims in enumerate(operands):
@@ -209,15 +211,15 @@ class _Written:
                 return dims[at][0] if dims[at][0] in self.whole else None
         return None
 
-    def _named(self, dims: Sequence[Sequence[_Word]]) -> Pattern:
+    def _named(self, dims: Sequence[Sequence[_FactorKey]]) -> Pattern:
         return tuple(tuple(self._name(w) for w in words) for words in dims)
 
-    def _name(self, word: _Word) -> str:
+    def _name(self, word: _FactorKey) -> str:
         if word not in self.names:
-            self.names[word] = next(n for n in _letters() if n not in self.names.values())
+            self.names[word] = next(n for n in _generate_names() if n not in self.names.values())
         return self.names[word]
 
 
-def _letters() -> Iterator[str]:
+def _generate_names() -> Iterator[str]:
     yield from ascii_lowercase
     yield from (f"a{k}" for k in count())

@@ -13,12 +13,18 @@ from itertools import combinations, islice, product
 from typing import Literal, TypeAlias, TypeVar
 
 from autotp.algebra.size import Size
-from autotp.oprules.discover.call import Opaque, Values, size_of
-from autotp.oprules.discover.joins import Cut, Joined, Sharing, is_linear, parts_of
+from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
+from autotp.oprules.discover.joins import (
+    DimSplit,
+    Combination,
+    ShardedTrial,
+    is_linear,
+    split_range,
+)
 from autotp.oprules.discover.trial import Trial
 from autotp.oprules.rule import Slot
 
-__all__ = ["Found", "Place", "factors", "linear_sets", "ties"]
+__all__ = ["FoundFactor", "Place", "find_factors", "find_linear_sets", "find_ties"]
 
 Mode: TypeAlias = Literal["all", "major", "within"]
 """Which part of a dim of N elements the factor is, next to another of n elements."""
@@ -34,7 +40,7 @@ class Place:
     dim: int
     mode: Mode
 
-    def cut(self, length: int, n: int) -> Cut | None:
+    def cut(self, length: int, n: int) -> DimSplit | None:
         """The cut of a dim of `length` beside a factor of `n`; None where the one divides not the
         other.
         """
@@ -45,7 +51,7 @@ class Place:
             "major": (1, n, length // n),
             "within": (n, length // n, 1),
         }[self.mode]
-        return Cut(self.dim, outer, size, inner)
+        return DimSplit(self.dim, outer, size, inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,12 @@ class Candidate:
     base: Size
     places: Mapping[int, Place]
 
-    def cuts(self, call: Opaque, values: Values) -> dict[int, Cut] | None:
+    def cuts(self, call: OpaqueCall, values: Values) -> dict[int, DimSplit] | None:
         """The cut of each operand at these sizes; None where there is none of more than one."""
-        n = size_of(self.base, values)
+        n = evaluate_size(self.base, values)
         found = {
-            k: p.cut(size_of(call.shapes[k][p.dim], values), n) for k, p in self.places.items()
+            k: p.cut(evaluate_size(call.shapes[k][p.dim], values), n)
+            for k, p in self.places.items()
         }
         cuts = {k: c for k, c in found.items() if c is not None}
         sizes = {c.size for c in cuts.values()}
@@ -67,18 +74,18 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundFactor:
     """A factor that holds: how results join when it is cut, for the sizes of each family."""
 
     candidate: Candidate
-    cuts: tuple[dict[int, Cut], ...]
-    joined: tuple[Joined, ...]
+    cuts: tuple[dict[int, DimSplit], ...]
+    joined: tuple[Combination, ...]
 
 
-def factors(call: Opaque, families: Sequence[Sequence[Trial]]) -> list[Found]:
+def find_factors(call: OpaqueCall, families: Sequence[Sequence[Trial]]) -> list[FoundFactor]:
     """Every factor of the op; no two of them are the same part of a dim."""
     search = _Search(call, families)
-    for stage in (_equal, _multiple, _rest):
+    for stage in (_list_equal, _list_multiples, _list_rests):
         candidates = stage(call, families[0][0].values, search.found)
         for candidate in islice(filter(search.is_free, candidates), _MOST_CANDIDATES):
             search.attempt(candidate)
@@ -88,9 +95,9 @@ def factors(call: Opaque, families: Sequence[Sequence[Trial]]) -> list[Found]:
 class _Search:
     """Factors found so far, and the places that they take."""
 
-    def __init__(self, call: Opaque, families: Sequence[Sequence[Trial]]) -> None:
+    def __init__(self, call: OpaqueCall, families: Sequence[Sequence[Trial]]) -> None:
         self.call, self.families = call, families
-        self.found: list[Found] = []
+        self.found: list[FoundFactor] = []
         self.taken: set[tuple[int, int, str]] = set()
 
     def attempt(self, candidate: Candidate) -> None:
@@ -99,13 +106,13 @@ class _Search:
         cuts = [c for c in made if c is not None]
         if len(cuts) < len(made):
             return
-        joined: list[Joined] = []
+        joined: list[Combination] = []
         for at, (trials, cut) in enumerate(zip(self.families, cuts, strict=True)):
-            found = _held(trials, cut, ranks=2 + at)
+            found = _find_combination(trials, cut, ranks=2 + at)
             if found is None or (joined and not found.like(joined[0])):
                 return
             joined.append(found)
-        self.found.append(Found(candidate, tuple(cuts), tuple(joined)))
+        self.found.append(FoundFactor(candidate, tuple(cuts), tuple(joined)))
         self.taken |= {(k, p.dim, p.mode) for k, p in candidate.places.items()}
 
     def is_free(self, candidate: Candidate) -> bool:
@@ -117,12 +124,14 @@ class _Search:
         return not modes <= ({"major"} if place.mode == "within" else set[str]())
 
 
-def _held(trials: Sequence[Trial], cuts: Mapping[int, Cut], ranks: int) -> Joined | None:
+def _find_combination(
+    trials: Sequence[Trial], cuts: Mapping[int, DimSplit], ranks: int
+) -> Combination | None:
     """How results join at one family's sizes, the same for all draws; None if not."""
-    parts = parts_of(next(iter(cuts.values())).size, ranks)
-    first: Joined | None = None
+    parts = split_range(next(iter(cuts.values())).size, ranks)
+    first: Combination | None = None
     for trial in trials:
-        found = _tried(Sharing(trial, cuts, parts).joined, None)
+        found = _attempt(ShardedTrial(trial, cuts, parts).joined, None)
         if found is None or (first is not None and found != first):
             return None
         first = found
@@ -132,7 +141,7 @@ def _held(trials: Sequence[Trial], cuts: Mapping[int, Cut], ranks: int) -> Joine
 T = TypeVar("T")
 
 
-def _tried(attempt: Callable[[], T], refused: T) -> T:
+def _attempt(attempt: Callable[[], T], refused: T) -> T:
     """What an attempt finds; `refused` where the op takes no such operands."""
     try:
         return attempt()
@@ -143,51 +152,59 @@ def _tried(attempt: Callable[[], T], refused: T) -> T:
 # ── candidates ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _equal(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
+def _list_equal(
+    call: OpaqueCall, values: Values, found: Sequence[FoundFactor]
+) -> Iterator[Candidate]:
     """Dims of one size, at most one of each operand."""
-    for base in _bases(call):
+    for base in _list_bases(call):
         options = [
             [None, *(Place(d, "all") for d, s in enumerate(shape) if s == base)]
             for shape in call.shapes
         ]
-        yield from _chosen(base, options)
+        yield from _list_choices(base, options)
 
 
-def _multiple(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
+def _list_multiples(
+    call: OpaqueCall, values: Values, found: Sequence[FoundFactor]
+) -> Iterator[Candidate]:
     """Dims of one size with others that are multiples of it."""
-    for base in _bases(call):
+    for base in _list_bases(call):
         options = [
-            [None, *_places(shape, base, values)] if base.static else [None]
+            [None, *_list_places(shape, base, values)] if base.static else [None]
             for shape in call.shapes
         ]
-        for candidate in _chosen(base, options):
+        for candidate in _list_choices(base, options):
             if {p.mode for p in candidate.places.values()} == {"all", "major"}:
                 yield candidate
 
 
-def _places(shape: Sequence[Size], base: Size, values: Values) -> Iterator[Place]:
-    n = size_of(base, values)
+def _list_places(shape: Sequence[Size], base: Size, values: Values) -> Iterator[Place]:
+    n = evaluate_size(base, values)
     for dim, size in enumerate(shape):
         if size == base:
             yield Place(dim, "all")
-        elif size.static and size_of(size, values) % n == 0 and size_of(size, values) > n:
+        elif (
+            size.static and evaluate_size(size, values) % n == 0 and evaluate_size(size, values) > n
+        ):
             yield Place(dim, "major")
 
 
-def _rest(call: Opaque, values: Values, found: Sequence[Found]) -> Iterator[Candidate]:
+def _list_rests(
+    call: OpaqueCall, values: Values, found: Sequence[FoundFactor]
+) -> Iterator[Candidate]:
     """What a factor found leaves of the dims that are multiples of it."""
     for factor in list(found):
         places = factor.candidate.places
         left = {k: Place(p.dim, "within") for k, p in places.items() if p.mode == "major"}
         options = [[None, left[k]] if k in left else [None] for k in range(len(call.shapes))]
-        yield from _chosen(factor.candidate.base, options)
+        yield from _list_choices(factor.candidate.base, options)
 
 
-def _bases(call: Opaque) -> list[Size]:
+def _list_bases(call: OpaqueCall) -> list[Size]:
     return list(dict.fromkeys(s for shape in call.shapes for s in shape if s.static not in (0, 1)))
 
 
-def _chosen(base: Size, options: Sequence[Sequence[Place | None]]) -> Iterator[Candidate]:
+def _list_choices(base: Size, options: Sequence[Sequence[Place | None]]) -> Iterator[Candidate]:
     """One option of each operand, most places first."""
     every = ({k: p for k, p in enumerate(chosen) if p is not None} for chosen in product(*options))
     for places in sorted(every, key=len, reverse=True):
@@ -198,7 +215,7 @@ def _chosen(base: Size, options: Sequence[Sequence[Place | None]]) -> Iterator[C
 # ── what is in no factor ─────────────────────────────────────────────────────────────────────────
 
 
-def ties(trial: Trial, found: Sequence[Found]) -> dict[Slot, Slot]:
+def find_ties(trial: Trial, found: Sequence[FoundFactor]) -> dict[Slot, Slot]:
     """Dims in no factor to the first dim, of an operand before, that must have the same size.
 
     Example: the head size of queries is that of keys, without which they cannot be multiplied.
@@ -220,13 +237,13 @@ def _is_tied(trial: Trial, one: Slot, other: Slot) -> bool:
         return False
     tensors = list(trial.operands)
     tensors[other[0]] = tensors[other[0]].narrow(other[1], 0, length - 1)
-    return _tried(partial(trial.run, tensors), None) is None
+    return _attempt(partial(trial.run, tensors), None) is None
 
 
 # ── linear sets ──────────────────────────────────────────────────────────────────────────────────
 
 
-def linear_sets(families: Sequence[Sequence[Trial]]) -> list[frozenset[int]]:
+def find_linear_sets(families: Sequence[Sequence[Trial]]) -> list[frozenset[int]]:
     """The sets of operands in which the op is linear."""
     trials = [t for trials in families for t in trials]
     floats = [k for k, x in enumerate(trials[0].operands) if x.is_floating_point()]
@@ -234,12 +251,12 @@ def linear_sets(families: Sequence[Sequence[Trial]]) -> list[frozenset[int]]:
         return []
     return [
         operands
-        for operands in _sets(floats)
-        if all(_tried(partial(is_linear, t, operands), False) for t in trials)
+        for operands in _list_sets(floats)
+        if all(_attempt(partial(is_linear, t, operands), False) for t in trials)
     ]
 
 
-def _sets(operands: Sequence[int]) -> Iterator[frozenset[int]]:
+def _list_sets(operands: Sequence[int]) -> Iterator[frozenset[int]]:
     """All sets of few operands; of many, each alone and all together."""
     if len(operands) <= _MOST_LINEAR:
         for chosen in range(1, 1 << len(operands)):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from autotp.oprules.discover.trial import Trial
 
-__all__ = ["Cut", "Joined", "Sharing", "is_linear", "parts_of"]
+__all__ = ["DimSplit", "Combination", "ShardedTrial", "is_linear", "split_range"]
 
 
-class Cut(NamedTuple):
+class DimSplit(NamedTuple):
     """A dim viewed as `outer * size * inner`, of which the middle is cut."""
 
     dim: int
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
         return seen.narrow(self.dim + 1, part.start, len(part)).reshape(shape)
 
 
-class Joined(NamedTuple):
+class Combination(NamedTuple):
     """How the ranks' results make the whole.
 
     - `kind`: pass or sum. `cuts`: for pass, each result's cut; None if every rank has it all.
@@ -42,7 +42,7 @@ class Joined(NamedTuple):
     """
 
     kind: str
-    cuts: tuple[Cut | None, ...] = ()
+    cuts: tuple[DimSplit | None, ...] = ()
     bias: frozenset[int] = frozenset()
 
     def like(self, other: "Joined | None") -> bool:
@@ -52,7 +52,7 @@ class Joined(NamedTuple):
         return [c and c.dim for c in self.cuts] == [c and c.dim for c in other.cuts]
 
 
-def parts_of(size: int, ranks: int) -> list[range]:
+def split_range(size: int, ranks: int) -> list[range]:
     """Consecutive parts of `size` elements, one a rank and as unequal as can be."""
     ranks = min(size, ranks)
     stops = [size - k for k in reversed(range(ranks))]
@@ -60,14 +60,14 @@ def parts_of(size: int, ranks: int) -> list[range]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ShardedTrial:
     """Operands of one trial cut over ranks, each rank's `part` of all `cuts`."""
 
     trial: Trial
-    cuts: Mapping[int, Cut]
+    cuts: Mapping[int, DimSplit]
     parts: Sequence[range]
 
-    def joined(self) -> Joined | None:
+    def joined(self) -> Combination | None:
         """How results join, forward and backward; None if they do not."""
         local = [self.trial.run(tensors) for tensors in self._ranks()]
         return next((j for j in self._forward(local) if self._returns(j)), None)
@@ -87,21 +87,21 @@ class Sharing:
 
     # ── forward ──────────────────────────────────────────────────────────────────────────────
 
-    def _forward(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Joined]:
+    def _forward(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Combination]:
         """Every way in which the ranks' results make the whole ones."""
         shapes = {tuple(tuple(x.shape) for x in results) for results in local}
         if shapes != {tuple(tuple(x.shape) for x in self.trial.whole)}:
             columns = list(zip(self.trial.whole, zip(*local, strict=True), strict=True))
             cuts = [self._cut_of(whole, pieces) for whole, pieces in columns]
             if all(c or self._is_whole(*column) for c, column in zip(cuts, columns, strict=True)):
-                yield Joined("pass", tuple(cuts))
+                yield Combination("pass", tuple(cuts))
         elif all(x.is_floating_point() for x in self.trial.whole):
             yield from self._sums(local)
 
     def _is_whole(self, whole: Tensor, pieces: Sequence[Tensor]) -> bool:
         return all(self.trial.close(whole, x) for x in pieces)
 
-    def _cut_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> Cut | None:
+    def _cut_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> DimSplit | None:
         """The cut of one result that gives these pieces."""
         for cut in self._cuts_of(whole, pieces):
             wanted = [cut.part(whole, part) for part in self.parts]
@@ -109,7 +109,7 @@ class Sharing:
                 return cut
         return None
 
-    def _cuts_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[Cut]:
+    def _cuts_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[DimSplit]:
         """The cuts of a result that make pieces of these shapes."""
         shapes, size = [list(x.shape) for x in pieces], self.parts[-1].stop
         for dim, length in enumerate(whole.shape):
@@ -119,22 +119,22 @@ class Sharing:
                 shape[dim] = rest * len(part)
             if rest and length == rest * size and made == shapes:
                 outers = [n for n in range(1, rest + 1) if rest % n == 0]
-                yield from (Cut(dim, n, size, rest // n) for n in outers)
+                yield from (DimSplit(dim, n, size, rest // n) for n in outers)
 
-    def _sums(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Joined]:
+    def _sums(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Combination]:
         if self._add_up(local):
-            yield Joined("sum")
+            yield Combination("sum")
         others = [k for k, x in enumerate(self.trial.operands) if x.is_floating_point()]
         for bias in _subsets([k for k in others if k not in self.cuts]):
             if self._add_up([self.trial.run(tensors) for tensors in self._ranks(bias)]):
-                yield Joined("sum", bias=bias)
+                yield Combination("sum", bias=bias)
 
     def _add_up(self, local: Sequence[Sequence[Tensor]]) -> bool:
         return self.trial.agrees([_total(xs) for xs in zip(*local, strict=True)])
 
     # ── backward ─────────────────────────────────────────────────────────────────────────────
 
-    def _returns(self, joined: Joined) -> bool:
+    def _returns(self, joined: Combination) -> bool:
         """Whether gradients come back as they must when results join so."""
         if not self.trial.returns:
             return True
@@ -143,7 +143,7 @@ class Sharing:
         columns = zip(*found, strict=True)
         return all(self._is_gradient(k, list(own), joined) for k, own in enumerate(columns))
 
-    def _is_gradient(self, operand: int, own: list[Tensor], joined: Joined) -> bool:
+    def _is_gradient(self, operand: int, own: list[Tensor], joined: Combination) -> bool:
         whole = self.trial.gradients[operand]
         if operand in self.cuts:
             wanted = [self.cuts[operand].part(whole, part) for part in self.parts]
@@ -154,12 +154,12 @@ class Sharing:
         pairs = zip(wanted, own, strict=True)
         return all(self.trial.close(w, g, self.trial.gradients[operand]) for w, g in pairs)
 
-    def _given(self, joined: Joined) -> list[list[Tensor]]:
+    def _given(self, joined: Combination) -> list[list[Tensor]]:
         """Each rank's gradients of the results: parts, the whole, or summands of it."""
         columns = [self._shared(k, g, joined) for k, g in enumerate(self.trial.given)]
         return [list(given) for given in zip(*columns, strict=True)]
 
-    def _shared(self, result: int, g: Tensor, joined: Joined) -> list[Tensor]:
+    def _shared(self, result: int, g: Tensor, joined: Combination) -> list[Tensor]:
         if joined.kind == "sum":
             return [g] * len(self.parts)
         cut = joined.cuts[result]

@@ -8,9 +8,9 @@ argument is tied to a size, the size is kept, or is made another multiple of the
 from collections.abc import Iterator, Mapping, Sequence
 from math import lcm, prod
 
-from autotp.oprules.discover.call import Opaque, Values, size_of
+from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
 
-__all__ = ["FAMILIES", "sizings"]
+__all__ = ["FAMILIES", "list_sizings"]
 
 FAMILIES = (4, 6)
 """The smallest size of each family: what holds must hold in all of them."""
@@ -19,7 +19,7 @@ _LARGEST = 1 << 18  # elements of a trial's operands
 _SYMBOLS = {4: (5, 7, 9, 11, 13), 6: (7, 5, 11, 9, 17)}  # no multiples: those of sizes are even
 
 
-def sizings(call: Opaque, first: int) -> Iterator[Values]:
+def list_sizings(call: OpaqueCall, first: int) -> Iterator[Values]:
     """Numbers for the sizes of `call`, the smallest first; those with too many elements left out.
 
     - `first`: the family, by its smallest size.
@@ -30,20 +30,22 @@ def sizings(call: Opaque, first: int) -> Iterator[Values]:
     numbers = [*_SYMBOLS[first], *range(19, 19 + 2 * len(symbols), 2)]
     named = dict(zip(symbols, numbers, strict=False))
     seen: list[Values] = []
-    for fixed in _kept(statics, call.numbers(), first):
-        small = _smaller(statics, first, fixed)
+    for fixed in _keep_numbers(statics, call.numbers(), first):
+        small = _shrink(statics, first, fixed)
         values = {
             s: prod(named[n] for n in s.symbols) * (s.coefficient if s.symbols else 1)
             if s.symbols
             else small[s.coefficient]
             for s in sizes
         }
-        if values not in seen and _elements(call, values) <= _LARGEST:
+        if values not in seen and _count_elements(call, values) <= _LARGEST:
             seen.append(values)
             yield values
 
 
-def _kept(statics: Sequence[int], numbers: Sequence[int], first: int) -> Iterator[dict[int, int]]:
+def _keep_numbers(
+    statics: Sequence[int], numbers: Sequence[int], first: int
+) -> Iterator[dict[int, int]]:
     """Which sizes are as they were, or fixed otherwise; first none, at last all."""
     yield {}
     equal = {s: s for s in statics if s in numbers}
@@ -56,7 +58,7 @@ def _kept(statics: Sequence[int], numbers: Sequence[int], first: int) -> Iterato
     yield {s: s for s in statics}
 
 
-def _smaller(statics: Sequence[int], first: int, fixed: Mapping[int, int]) -> dict[int, int]:
+def _shrink(statics: Sequence[int], first: int, fixed: Mapping[int, int]) -> dict[int, int]:
     """A small number for each size: in the same order, and multiples of the same others."""
     out: dict[int, int] = {}
     last = first - 1
@@ -72,5 +74,5 @@ def _smaller(statics: Sequence[int], first: int, fixed: Mapping[int, int]) -> di
     return out
 
 
-def _elements(call: Opaque, values: Values) -> int:
-    return sum(prod(size_of(s, values) for s in shape) for shape in call.shapes)
+def _count_elements(call: OpaqueCall, values: Values) -> int:
+    return sum(prod(evaluate_size(s, values) for s in shape) for shape in call.shapes)

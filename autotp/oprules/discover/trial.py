@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autotp.oprules.discover.call import Opaque, Values, size_of
+from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
 
 __all__ = ["DRAWS", "Setting", "Trial"]
 
@@ -40,7 +40,7 @@ class Trial:
     - `operands`, `whole` (the results), `given` (their gradients), `gradients` (the operands').
     """
 
-    call: Opaque
+    call: OpaqueCall
     values: Values
     setting: Setting
     number: int
@@ -60,7 +60,7 @@ class Trial:
         memory = {x.untyped_storage().data_ptr() for x in self.operands}
         if any(x.untyped_storage().data_ptr() in memory for x in self.whole):
             return "its result shares memory with an operand"
-        if not all(_same(x, y) for x, y in zip(self.whole, again, strict=True)):
+        if not all(_is_same(x, y) for x, y in zip(self.whole, again, strict=True)):
             return "two runs on equal operands differ"
         if reason := self._useless():
             return reason
@@ -89,7 +89,7 @@ class Trial:
         return torch.Generator().manual_seed(100 * purpose + self.number)
 
     def _drawn(self, number: int, generator: torch.Generator) -> Tensor:
-        shape = [size_of(s, self.values) for s in self.call.shapes[number]]
+        shape = [evaluate_size(s, self.values) for s in self.call.shapes[number]]
         dtype, device = self.call.dtypes[number], self.setting.device
         if dtype == torch.bool:
             return (torch.rand(shape, generator=generator, device="cpu") < 0.7).to(device)
@@ -103,7 +103,7 @@ class Trial:
 
     def _below(self) -> int:
         """What integers are smaller than: they may be indices into any dim."""
-        sizes = [size_of(s, self.values) for shape in self.call.shapes for s in shape]
+        sizes = [evaluate_size(s, self.values) for shape in self.call.shapes for s in shape]
         return min((s for s in sizes if s > 1), default=2)
 
     def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
@@ -115,7 +115,7 @@ class Trial:
     def run(self, tensors: Sequence[Tensor], seed: int = 0) -> list[Tensor]:
         """The op's results on tensors."""
         torch.manual_seed(seed)
-        with torch.no_grad(), _silence():
+        with torch.no_grad(), _silence_warnings():
             return self.call.run(tensors, self.values)
 
     def backward(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
@@ -124,10 +124,10 @@ class Trial:
             return [torch.zeros_like(x) for x in tensors]
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
         asking = [x for x in leaves if x.requires_grad]
-        with torch.enable_grad(), _silence():
+        with torch.enable_grad(), _silence_warnings():
             made = self.call.run(leaves, self.values)
             pairs = [(y, g) for y, g in zip(made, given, strict=True) if y.requires_grad]
-            found = iter(_gradients(pairs, asking))
+            found = iter(_compute_gradients(pairs, asking))
         return [next(found) if x.requires_grad else torch.zeros_like(x) for x in leaves]
 
     def agrees(self, found: Sequence[Tensor]) -> bool:
@@ -151,7 +151,7 @@ class Trial:
         return max((_TOLERANCE.get(t, _COARSE) for t in types), default=0.0)
 
 
-def _gradients(
+def _compute_gradients(
     pairs: Sequence[tuple[Tensor, Tensor]], asking: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     if not (pairs and asking):
@@ -165,10 +165,10 @@ def _gradients(
     )
 
 
-def _silence() -> AbstractContextManager[object]:
+def _silence_warnings() -> AbstractContextManager[object]:
     """What an op warns of on random numbers is nobody's concern."""
     return warnings.catch_warnings(action="ignore")
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _is_same(x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape and torch.equal(torch.nan_to_num(x), torch.nan_to_num(y))

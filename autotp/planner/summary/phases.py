@@ -18,13 +18,13 @@ def add_phases(first: Plan, later: Sequence[Plan], often: Sequence[int]) -> Plan
     held = max(plan.memory.get("kv_cache", 0) for plan in (first, *later))
     return replace(
         first,
-        phases=tuple(_phase(*of) for of in plans),
+        phases=tuple(_summarise_phase(*of) for of in plans),
         memory={**first.memory, "kv_cache": held},
         caches={**first.caches, **{k: c for plan in later for k, c in plan.caches.items()}},
         warnings=tuple(dict.fromkeys(w for plan in (first, *later) for w in plan.warnings)),
     )
 
 
-def _phase(name: str, calls: int, plan: Plan) -> PhaseRecord:
+def _summarise_phase(name: str, calls: int, plan: Plan) -> PhaseRecord:
     time = sum(record.time_ps for record in plan.collectives)
     return PhaseRecord(name, calls, plan.variant, plan.sizes, plan.collectives, time)

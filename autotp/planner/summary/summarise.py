@@ -1,7 +1,7 @@
 """Account: a decision written down as a plan, in plain data.
 
 Names for axes, human layouts, what each rank holds, the collectives with their payloads, memory,
-what stays whole and why.
+what stays model and why.
 """
 
 from collections import defaultdict
@@ -44,40 +44,40 @@ from autotp.solver.problem import LEVELS, Solution
 __all__ = ["summarise"]
 
 
-def summarise(whole: SourceModel, findings: Findings, pricing: Pricing, call: Call) -> Plan:
+def summarise(model: SourceModel, findings: Findings, pricing: Pricing, call: Call) -> Plan:
     """The plan of a decision."""
-    return _Summary(whole, findings, pricing, call).plan()
+    return _Summary(model, findings, pricing, call).build_plan()
 
 
 class _Summary:
     """One plan while it is written down."""
 
     def __init__(
-        self, whole: SourceModel, findings: Findings, pricing: Pricing, call: Call
+        self, model: SourceModel, findings: Findings, pricing: Pricing, call: Call
     ) -> None:
-        self.whole, self.found, self.pricing, self.call = whole, findings, pricing, call
+        self.model, self.found, self.pricing, self.call = model, findings, pricing, call
         self.analysis, self.forest = findings.analysis, findings.analysis.forest
         self.layouts = Layouts(findings.analysis, findings.matching)
         self.aliases: dict[str, list[str]] = defaultdict(list)
-        for alias, name in whole.tied.items():
+        for alias, name in model.tied.items():
             self.aliases[name].append(alias)
         self.names: dict[str, str] = {}
         for pair in findings.matching.pairs:
-            self.names |= self._axis_names(pair)
+            self.names |= self._name_pair_axes(pair)
         for name, axis in findings.matching.experts.items():
             module = _find_common_module((name,))
             self.names.setdefault(axis.name, f"{module}.experts" if module else "experts")
-        through = self._through()
+        through = self._find_residual_axis()
         if through is not None:
             self.names.setdefault(through, "hidden")
-        self._name_others()
-        self.reasons = Reasons(whole, findings, pricing, call, self.layouts, self.names)
-        self.filed = self._filed()
+        self._name_other_axes()
+        self.reasons = Reasons(model, findings, pricing, call, self.layouts, self.names)
+        self.pair_axis = self._map_axes_to_pairs()
 
-    def plan(self) -> Plan:
+    def build_plan(self) -> Plan:
         """The plan."""
         call, solution = self.call, self.found.solution
-        parameters = self._parameters()
+        parameters = self._summarise_parameters()
         total = sum(p.bytes for p in parameters.values())
         held = sum(p.replicated_bytes for p in parameters.values())
         fraction = held / total if total else 0.0
@@ -87,27 +87,27 @@ class _Summary:
         without = list_unruled_ops(self.analysis)
         program = self.analysis.program
         return Plan(
-            model=self.whole.name,
-            fingerprint=compute_fingerprint(self.whole),
+            model=self.model.name,
+            fingerprint=compute_fingerprint(self.model),
             tp=call.tp,
             training=call.training,
             variant=call.variant,
             objective="communication",
             machine=call.request.machine.name,
             sizes=dict(call.sizes),
-            pairs=tuple(self._pair(p) for p in self.found.matching.pairs),
+            pairs=tuple(self._summarise_pair(p) for p in self.found.matching.pairs),
             parameters=parameters,
-            collectives=self._collectives(),
+            collectives=self._summarise_collectives(),
             cost=dict(zip(LEVELS, solution.cost, strict=True)),
             bound=dict(zip(LEVELS, solution.bound, strict=True)),
             gap=_find_gap(solution),
             method=solution.method,
             width=solution.width,
             variables=len(solution.choice),
-            memory=self._memory(parameters),
+            memory=self._estimate_memory(parameters),
             replicated_fraction=fraction,
             unruled=without,
-            warnings=tuple(self._warnings(parameters, unused, without, program.reason)),
+            warnings=tuple(self._list_warnings(parameters, unused, without, program.reason)),
             dynamic=program.dynamic,
             options={
                 "overrides": dict(call.overrides),
@@ -117,16 +117,16 @@ class _Summary:
                 "reduce_dtype": _dtype_name(call.request.reduce_dtype),
                 **_describe_rules(call.request),
             },
-            choices={n.name: self._label(s) for n, s in self.found.decision.strategies.items()},
+            choices={n.name: self._label_strategy(s) for n, s in self.found.decision.strategies.items()},
             unused_fraction=unused,
             discovered=list_discovered_rules(self.analysis),
             differing=list_differing_ops(self.found, tp=call.tp, training=call.training),
-            caches=self._caches(),
+            caches=self._summarise_caches(),
         )
 
     # ── axes and pairs ───────────────────────────────────────────────────────────────────────
 
-    def _through(self) -> str | None:
+    def _find_residual_axis(self) -> str | None:
         """The axis outside every pair that most parameters have: the residual stream's."""
         count: dict[str, int] = defaultdict(int)
         for node in self.analysis.parameters.values():
@@ -135,11 +135,11 @@ class _Summary:
                 count[atom.name] += atom.name not in self.names
         return max(count, key=lambda name: count[name], default=None)
 
-    def _axis_names(self, pair: AxisPair) -> dict[str, str]:
+    def _name_pair_axes(self, pair: AxisPair) -> dict[str, str]:
         module = _find_common_module((*pair.openers, *pair.closers))
         return {a: f"{module}.{w}" if module else w for a, w in pair.words.items()}
 
-    def _name_others(self) -> None:
+    def _name_other_axes(self) -> None:
         """Axes in no pair are called by the first parameter's dim that has them, and its size."""
         for name, node in self.analysis.parameters.items():
             for number, dim in enumerate(self.analysis.dims[(node, 0)]):
@@ -149,8 +149,8 @@ class _Summary:
                     word = f"{of}dim {number} ({axis.size})"
                     self.names.setdefault(axis.name, f"{_find_common_module((name,))}.{word}")
 
-    def _pair(self, pair: AxisPair) -> Pair:
-        cut = self._pair_cut(pair)
+    def _summarise_pair(self, pair: AxisPair) -> Pair:
+        cut = self._find_pair_partition(pair)
         tp, module = self.call.tp, _find_common_module((*pair.openers, *pair.closers))
         axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
         several = {*self.found.matching.experts.values()}
@@ -162,31 +162,31 @@ class _Summary:
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
         return Pair(
             role=pair.role.name,
-            axis=self._axis_name(cut) if len(cut.parts) > 1 else named,
+            axis=self._name_partition(cut) if len(cut.parts) > 1 else named,
             size=prod(a.units for a in axes),
-            local_sizes=tuple(self._local_size(partition, r) for r in range(tp)),
+            local_sizes=tuple(self._count_local_units(partition, r) for r in range(tp)),
             openers=pair.openers,
             closers=pair.closers,
-            expression=self.forest.text(self._dim_of(pair, carrying), names),
+            expression=self.forest.text(self._find_dim(pair, carrying), names),
             module=module,
             split=bool(cut.parts),
-            note=self._copies(cut) or self._too_few(pair) if cut.parts else self.reasons.pair(pair),
+            note=self._describe_copies(cut) or self._describe_split_experts(pair) if cut.parts else self.reasons.explain_pair(pair),
         )
 
-    def _dim_of(self, pair: AxisPair, axes: Sequence[Atom]) -> Dim:
+    def _find_dim(self, pair: AxisPair, axes: Sequence[Atom]) -> Dim:
         """The first dim of its parameters with one of `axes`, if any: a weight may be computed."""
         nodes = (self.analysis.parameters[n] for n in (*pair.openers, *pair.closers))
         dims = (d for node in nodes for d in self.analysis.dims[(node, 0)])
         found = (d for d in dims if any(self.forest.contains(d, a) for a in axes))
         return next(found, (axes[0],))
 
-    def _local_size(self, cut: Partition, rank: int) -> int:
+    def _count_local_units(self, cut: Partition, rank: int) -> int:
         """The units of all its axes that a rank has."""
         tp = self.call.tp
         sizes = [(self.forest.named(p.axis).size.coefficient, p) for p in cut.parts]
         return prod(Extent(n, p.parts, p.stride).part(rank, tp)[1] for n, p in sizes)
 
-    def _copies(self, cut: Partition) -> str:
+    def _describe_copies(self, cut: Partition) -> str:
         """What a factored group means for its axes, in words."""
         told = [p for p in cut.parts if p.parts]
         return "; ".join(
@@ -195,14 +195,14 @@ class _Summary:
             for p in told
         )
 
-    def _too_few(self, pair: AxisPair) -> str:
+    def _describe_split_experts(self, pair: AxisPair) -> str:
         """Why experts are cut, and not handed out, where there are fewer than ranks."""
         several, tp = self.found.matching.experts, self.call.tp
         named = (several[n].units for n in pair.openers if n in several)
         few = next((n for n in named if n < tp), 0)
         return f"experts ({few}): too few for tp {tp}, so each is cut" if few else ""
 
-    def _pair_cut(self, pair: AxisPair) -> Partition:
+    def _find_pair_partition(self, pair: AxisPair) -> Partition:
         """What most of the pair's bytes are split along; empty if none are.
 
         A looked-up table may be split along its other axis; else the pair's own axes and that of
@@ -216,12 +216,12 @@ class _Summary:
         axes = {a.name for a in (*pair.axes, *experts, *others)}
         weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
-            cut = self._placement(name).partition.among(axes)
+            cut = self._find_placement(name).partition.among(axes)
             if cut.parts:
-                weight[cut] += self.whole.parameters[name].numel()
+                weight[cut] += self.model.parameters[name].numel()
         return max(weight, key=lambda c: weight[c], default=UNCUT)
 
-    def _axis_name(self, partition: Partition) -> str:
+    def _name_partition(self, partition: Partition) -> str:
         """What a partition cuts, for people: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
         names = [self.names.get(axis, axis) for axis in partition.axes]
         joint = "*" if any(p.parts for p in partition.parts) else "+"
@@ -229,47 +229,47 @@ class _Summary:
 
     # ── parameters ───────────────────────────────────────────────────────────────────────────
 
-    def _placement(self, name: str) -> Placement:
+    def _find_placement(self, name: str) -> Placement:
         return self.found.decision.parameters.get(name, REPLICATED)
 
-    def _parameters(self) -> Mapping[str, ParameterRecord]:
+    def _summarise_parameters(self) -> Mapping[str, ParameterRecord]:
         if self.call.prefill is not None:
             return self.call.prefill.parameters
-        return {n: self._parameter(n, t) for n, t in self.whole.parameters.items()}
+        return {n: self._summarise_parameter(n, t) for n, t in self.model.parameters.items()}
 
-    def _parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
-        placement = self._placement(name)
-        split = self._split(name, placement)
+    def _summarise_parameter(self, name: str, tensor: torch.Tensor) -> ParameterRecord:
+        placement = self._find_placement(name)
+        split = self._find_split(name, placement)
         layout = self.layouts.name_layout(name, placement)
-        axis = self._axis_name(placement.partition) if split else None
+        axis = self._name_partition(placement.partition) if split else None
         return ParameterRecord(
             name=name,
             layout=layout,
             dim=placement.dim if split else None,
             axis=axis,
-            axis_size=self._axis_size(placement.partition) if split else None,
+            axis_size=self._count_units(placement.partition) if split else None,
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor.dtype),
             bytes=tensor.nbytes,
             split=split.encode() if split else (),
-            shards=tuple(self._shard(tensor, placement, split, r) for r in range(self.call.tp)),
+            shards=tuple(self._describe_shard(tensor, placement, split, r) for r in range(self.call.tp)),
             placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
-            reason=self.reasons.segments(split, placement.dim, axis or "")
+            reason=self.reasons.explain_segments(split, placement.dim, axis or "")
             if split
-            else self.reasons.parameter(name, layout),
+            else self.reasons.explain_parameter(name, layout),
             gradient_partial=placement.kind in ("R~", "S~"),
             tied=tuple(self.aliases.get(name, ())),
         )
 
-    def _axis_size(self, partition: Partition) -> int:
+    def _count_units(self, partition: Partition) -> int:
         sizes = [self.forest.named(axis).size.coefficient for axis in partition.axes]
         return prod(sizes) if any(p.parts for p in partition.parts) else sum(sizes)
 
-    def _split(self, name: str, placement: Placement) -> Split | None:
+    def _find_split(self, name: str, placement: Placement) -> Split | None:
         node = self.analysis.parameters.get(name)
         return self.analysis.split((node, 0), placement) if node else None
 
-    def _shard(
+    def _describe_shard(
         self, tensor: torch.Tensor, placement: Placement, split: Split | None, rank: int
     ) -> Shard:
         if split is None:
@@ -281,19 +281,19 @@ class _Summary:
 
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
 
-    def _filed(self) -> dict[str, str]:
+    def _map_axes_to_pairs(self) -> dict[str, str]:
         """For each axis that is cut in a pair, that pair's axis as the plan calls it."""
-        split = [(p, self._pair(p)) for p in self.found.matching.pairs]
+        split = [(p, self._summarise_pair(p)) for p in self.found.matching.pairs]
         own = {a.name: r.axis for p, r in reversed(split) for a in p.axes if r.split}
-        cuts = {a: r.axis for p, r in reversed(split) for a in self._pair_cut(p).axes}
+        cuts = {a: r.axis for p, r in reversed(split) for a in self._find_pair_partition(p).axes}
         return cuts | own
 
-    def _collectives(self) -> tuple[CollectiveRecord, ...]:
+    def _summarise_collectives(self) -> tuple[CollectiveRecord, ...]:
         forward = [c for c in self.found.collectives if c.phase == "forward"]
         backward = [c for c in self.found.collectives if c.phase == "backward"]
-        return tuple(self._collective(c) for c in [*forward, *reversed(backward)])
+        return tuple(self._summarise_collective(c) for c in [*forward, *reversed(backward)])
 
-    def _collective(self, run: EmittedCollective) -> CollectiveRecord:
+    def _summarise_collective(self, run: EmittedCollective) -> CollectiveRecord:
         ranks = run.ranks or self.call.tp
         shares = run.shares or (Fraction(1),) * len(run.metas)
         size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
@@ -310,11 +310,11 @@ class _Summary:
             payload_bytes=payload,
             wire_bytes=count_wire_bytes(run.kind, payload, ranks),
             time_ps=estimate_time_ps(run.kind, payload, ranks, self.call.request.machine),
-            axis=next((self.filed[a] for a in run.axes if a in self.filed), ""),
+            axis=next((self.pair_axis[a] for a in run.axes if a in self.pair_axis), ""),
             group="tp" if not run.ranks else f"tp/{run.ranks}:{run.stride}",
         )
 
-    def _memory(self, parameters: Mapping[str, ParameterRecord]) -> dict[str, int]:
+    def _estimate_memory(self, parameters: Mapping[str, ParameterRecord]) -> dict[str, int]:
         by_dtype: dict[str, int] = defaultdict(int)
         for record in parameters.values():
             by_dtype[record.dtype] += max(s.bytes for s in record.shards)
@@ -322,15 +322,15 @@ class _Summary:
         memory = estimate_memory_bytes(
             by_dtype, call.request.optimizer, call.request.state_dtype, training=call.training
         )
-        memory = {**memory, "buffers": sum(b.nbytes for b in self.whole.buffers.values())}
+        memory = {**memory, "buffers": sum(b.nbytes for b in self.model.buffers.values())}
         if self.analysis.program.carried:
-            memory["kv_cache"] = count_cache_bytes(self._caches().values(), call.tp)
+            memory["kv_cache"] = count_cache_bytes(self._summarise_caches().values(), call.tp)
         return memory
 
-    def _caches(self) -> dict[str, CacheRecord]:
-        return summarise_caches(self.found, self._axis_name, self.call.longest or self.pricing)
+    def _summarise_caches(self) -> dict[str, CacheRecord]:
+        return summarise_caches(self.found, self._name_partition, self.call.longest or self.pricing)
 
-    def _warnings(
+    def _list_warnings(
         self,
         parameters: Mapping[str, ParameterRecord],
         unused: float,
@@ -346,7 +346,7 @@ class _Summary:
                     "inputs do not use: give example_inputs that do"
                 )
         if unruled:
-            yield f"{len(unruled)} nodes have no rule and act whole: {', '.join(unruled[:4])}"
+            yield f"{len(unruled)} nodes have no rule and act model: {', '.join(unruled[:4])}"
         if reason:
             fixed = _list_fixed_sizes(self.analysis.program)
             sizes = ", ".join(f"{word} {size}" for word, size in fixed.items()) or "the given"
@@ -355,10 +355,10 @@ class _Summary:
                 f"they come. Traced with free sizes, torch.export fails: {reason}"
             )
 
-    def _label(self, strategy: Strategy) -> str:
+    def _label_strategy(self, strategy: Strategy) -> str:
         if not strategy.partition.parts:
             return strategy.label
-        return f"{strategy.label.partition(':')[0]}:{self._axis_name(strategy.partition)}"
+        return f"{strategy.label.partition(':')[0]}:{self._name_partition(strategy.partition)}"
 
 
 def _dtype_name(dtype: torch.dtype | None) -> str | None:

@@ -41,7 +41,7 @@ class Walk:
         self.analysis, self.ways = analysis, ways
         self.outputs = list_model_outputs(analysis)
 
-    def stop(self, name: str, dim: int, axis: Atom) -> Stop | None:
+    def find_stop(self, name: str, dim: int, axis: Atom) -> Stop | None:
         """Where a cut of `dim` of parameter `name` along `axis` ends; None if nothing reads it."""
         start = ((self.analysis.parameters[name], 0), dim)
         seen, todo, ends = {start}, [start], list[Stop]()
@@ -50,7 +50,7 @@ class Walk:
             for use, k in self.analysis.readers[value]:
                 ways = [s for s in self.ways[use.node] if _list_splits(s.operands[k], at, axis)]
                 if not ways:
-                    return Stop(use.node, self._why(use, k, at, axis), value)
+                    return Stop(use.node, self._explain_refusal(use, k, at, axis), value)
                 found = dict.fromkeys(cut for s in ways for cut in _list_results(use.node, s, axis))
                 ends += [] if found else [Stop(use.node, "", (use.node, 0))]
                 todo += [cut for cut in found if cut not in seen]
@@ -59,28 +59,28 @@ class Walk:
                 ends.append(Stop(None, "", value))
         return next(iter(ends), None)
 
-    def met(self, name: str, dim: int, axis: Atom) -> fx.Node | None:
+    def find_meeting_op(self, name: str, dim: int, axis: Atom) -> fx.Node | None:
         """The first op where `dim` of `name` meets an activation that has `axis` as well."""
         todo = [((self.analysis.parameters[name], 0), dim)]
         while todo:
             value, at = todo.pop(0)
             for use, k in self.analysis.readers[value]:
                 for factor in use.rule.factors:
-                    if (k, at) in factor.slots and self._brought(use, factor, k, axis):
+                    if (k, at) in factor.slots and self._has_activation_axis(use, factor, k, axis):
                         return use.node
                     if (k, at) in factor.slots:
                         results = [((use.node, ~s), d) for s, d in factor.slots if s < 0]
                         todo += [cut for cut in results if cut[0] in self.analysis.weights]
         return None
 
-    def _brought(self, use: Use, factor: Factor, k: int, axis: Atom) -> bool:
+    def _has_activation_axis(self, use: Use, factor: Factor, k: int, axis: Atom) -> bool:
         """Whether an activation brings `axis` along in `factor`, beside operand `k`."""
         others = [(use.operands[s], d) for s, d in factor.slots if s >= 0 and s != k]
         others = [(o, d) for o, d in others if o.value not in self.analysis.weights]
         contains = self.analysis.forest.contains
         return factor.kind == "pass" and any(contains(o.dims[d], axis) for o, d in others)
 
-    def _why(self, use: Use, k: int, dim: int, axis: Atom) -> str:
+    def _explain_refusal(self, use: Use, k: int, dim: int, axis: Atom) -> str:
         """Why no strategy of `use` takes `dim` of operand `k` cut along `axis`."""
         if not use.rule.ruled:
             return "has no rule" if use.row is None else "has no rule for arguments like its own"
@@ -88,7 +88,7 @@ class Walk:
         touched = [f for f in use.rule.factors if (k, dim) in f.slots and contains(f.dim, axis)]
         if not touched:
             return "keeps no track of it"
-        if any(f.kind == "whole" for f in touched):
+        if any(f.kind == "unshardable" for f in touched):
             return "needs it whole"
         if any(f.block or f.aligned for f in touched):
             return "takes parts of consecutive elements only, aligned ones in some kernels"
