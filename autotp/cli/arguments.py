@@ -12,7 +12,7 @@ from autotp.model_source import list_presets
 __all__ = ["parse_arguments"]
 
 _COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge", "generate"}
-_DEBUG = "show the traceback of an error; generate: compare the calls of all ranks"
+_DEBUG = "show the traceback of an error"
 _RULES = "TOML file of rules to merge over autotp's own; may be given several times"
 _STRICT = "fail if an op has no rule, or if more than 10 %% of the bytes are replicated"
 _RENAMED = {"--ids": "--token-ids"}
@@ -102,7 +102,8 @@ def _build_parser() -> argparse.ArgumentParser:
     for command in (plan, dry_run, verify, rules, shard, merge, generate):
         command.add_argument("--rules", action="append", default=[], metavar="FILE", help=_RULES)
         command.add_argument("--json", metavar="FILE", help="write JSON (-: to standard output)")
-        command.add_argument("--debug", action="store_true", help=_DEBUG)
+        debug = f"{_DEBUG}, and compare the calls of all ranks" if command is generate else _DEBUG
+        command.add_argument("--debug", action="store_true", help=debug)
     return parser
 
 
