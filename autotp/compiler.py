@@ -194,8 +194,8 @@ class ModelCompiler:
             tp=tp,
             training=self.training,
             request=self.request,
-            priced=self.pricing.bytes,
-            summed=self.pricing.summed,
+            priced=self.pricing.count_bytes,
+            summed=self.pricing.count_sum_bytes,
             allowed=self._constraints(tp),
             everything=everything,
             offers=find_offers(self.analysis, self.matching, tp),
@@ -317,13 +317,13 @@ def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:
     if given is None:
         given = make_example_inputs(model, training=False, room=tokens)
         given.pop("attention_mask", None)  # all ones: `generate` leaves it out
-    calls, alone = GenerationCalls.of(model, given), replace(request, new_tokens=0, training=False)
-    prefill = ModelCompiler(model, alone, calls.first())
+    calls, alone = GenerationCalls.build(model, given), replace(request, new_tokens=0, training=False)
+    prefill = ModelCompiler(model, alone, calls.record_prefill())
     dynamic = prefill.program.dynamic
 
     def step(after: int) -> dict[str, Any]:
-        longer = calls.longer(after) if dynamic else calls
-        return longer.next(prefill.program, longer.first())
+        longer = calls.lengthen(after) if dynamic else calls
+        return longer.record_decode(prefill.program, longer.record_prefill())
 
     decode = ModelCompiler(model, alone, step(tokens // 2), calls=tokens)
     decode.longest = Pricing(decode.program, list_tensor_leaves(flatten_caches(step(tokens - 1))))

@@ -1,8 +1,8 @@
-"""What a shorter graph takes for granted of a call, checked call by call.
+"""What a shorter graph assumes of a call, checked on each call.
 
-Each condition is cheap beside the graph: a comparison of sizes, or one look at the values of a mask
-of words. Where values cannot be looked at (a compiler traces, CUDA captures, a tensor is no plain
-one), the answer is no, and the graph that takes nothing for granted runs.
+Each condition is cheap compared with the graph: a comparison of sizes, or one reduction over an
+attention mask. Where values cannot be read (while a compiler traces or CUDA captures, or in a
+tensor subclass), the condition is false, and the graph without assumptions runs.
 """
 
 from collections.abc import Mapping
@@ -33,17 +33,17 @@ class AtMost:
     most: int
 
     def holds(self, leaves: Mapping[str, Any]) -> bool:
-        """Whether it is so in a call with these inputs, by leaf name."""
+        """Whether the condition is true for a call with these inputs, by leaf name."""
         return leaves[self.name].shape[self.dim] <= self.most
 
     def __str__(self) -> str:
-        """It as code."""
+        """The condition as code."""
         return f"{self.name}.size({self.dim}) <= {self.most}"
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An input has the values of `make_plain_values`: a mask that hides nothing, places in order.
+    """An input has the values of `make_plain_values`: a mask of ones, or consecutive positions.
 
     Example: `str(Plain("attention_mask", "ones"))` is `attention_mask is ones`.
     """
@@ -52,7 +52,7 @@ class Plain:
     pattern: Pattern
 
     def holds(self, leaves: Mapping[str, Any]) -> bool:
-        """Whether it is so in a call with these inputs, by leaf name."""
+        """Whether the condition is true for a call with these inputs, by leaf name."""
         if torch.compiler.is_compiling():
             return False
         value = leaves[self.name]
@@ -63,7 +63,7 @@ class Plain:
         return bool((value == torch.arange(value.shape[-1], device=value.device)).all())
 
     def __str__(self) -> str:
-        """It in words."""
+        """The condition in words."""
         return f"{self.name} is {self.pattern}"
 
 
@@ -73,9 +73,9 @@ Condition: TypeAlias = AtMost | Plain
 def make_plain_values(
     pattern: Pattern, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """A tensor on the CPU with a pattern's values: 1 everywhere, or 0, 1, 2 … along the last dim.
+    """A CPU tensor with the values of a pattern: 1 everywhere, or 0, 1, 2 … along the last dim.
 
-    None where such a tensor has no such values.
+    None if a tensor of this shape and dtype cannot have them.
     """
     if not shape or dtype not in _KINDS[pattern]:
         return None
@@ -85,6 +85,6 @@ def make_plain_values(
 
 
 def _can_be_read(value: torch.Tensor) -> bool:
-    """Whether asking for values gives them, and takes nothing from a gradient."""
+    """Whether the values can be read without side effects on gradients or CUDA graphs."""
     plain = type(value) is torch.Tensor and not value.is_meta and not value.requires_grad
     return plain and not (value.is_cuda and torch.cuda.is_current_stream_capturing())

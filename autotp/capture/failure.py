@@ -1,4 +1,4 @@
-"""Why torch.export failed, in words: at which line of the model, for what reason, what to do."""
+"""Explains a failure of torch.export: the line of the model, the reason, and what to do."""
 
 import io
 import logging
@@ -20,14 +20,14 @@ SHORT = 200  # characters of torch's reason
 
 @contextmanager
 def silence_torch() -> Generator[None]:
-    """Keeps back what torch logs and prints of a failing export; the reason is in the exception.
+    """Suppress what torch logs and prints about a failing export: the exception has the reason.
 
-    Not where somebody wants to see it: with TORCH_LOGS, or our own logger at DEBUG.
+    With TORCH_LOGS set, or our own logger at DEBUG, nothing is suppressed.
     """
     if os.environ.get("TORCH_LOGS") or OURS.level == logging.DEBUG:
         yield
         return
-    # any part of torch may log an error that it then raises
+    # any module of torch may log an error before it raises it
     loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _belongs_to_torch(n)]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -46,15 +46,15 @@ def _belongs_to_torch(logger: str) -> bool:
 
 
 def shorten_error(error: Exception) -> str:
-    """Torch's reason, in one line."""
+    """The reason that torch gives, on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    telling = next((line for line in lines if line.startswith("- ")), lines[0])
-    sentence = telling.removeprefix("- ").partition(". ")[0].removesuffix(".")
+    reason = next((line for line in lines if line.startswith("- ")), lines[0])
+    sentence = reason.removeprefix("- ").partition(". ")[0].removesuffix(".")
     return f"{type(error).__name__}: {sentence}".removesuffix(": ")[:SHORT]
 
 
 def explain_failure(model: nn.Module, error: Exception) -> str:
-    """What a CaptureError says of a failed export of `model`."""
+    """The message of the CaptureError for a failed export of `model`."""
     return (
         f"{type(model).__name__}{_find_line(model, error)}: torch.export cannot capture it: "
         f"{shorten_error(error)}. {_advise(model, error)}"
@@ -65,20 +65,20 @@ def _advise(model: nn.Module, error: Exception) -> str:
     root = next(_walk_causes(error))
     raised = traceback.extract_tb(root.__traceback__)[-1:]
     if any(frame.filename in _list_files(model) for frame in raised):
-        return "The model's own code raises that: check the inputs."
+        return "The model's own code raises this error: check the inputs."
     if "in output, which is not a known type" in str(error):
         return (
-            "A graph returns tensors and numbers, also in tuples, lists and dicts. Ask the model "
-            "for such outputs: use_cache=False where it returns a cache."
+            "A graph can return tensors and numbers, also in tuples, lists and dicts. Make the "
+            "model return only those; if it returns a cache, pass use_cache=False."
         )
     return (
-        "If the model runs with these inputs, rewrite that line so that no Python branch or shape "
-        "depends on a tensor's values."
+        "If the model runs with these inputs, rewrite this line so that no Python branch and no "
+        "shape depends on the values of a tensor."
     )
 
 
 def _find_line(model: nn.Module, error: BaseException) -> str:
-    """Where the model's code was when `error` was raised: ` (file:line, in function: code)`."""
+    """The line of the model that raised `error`: ` (file:line, in function: code)`."""
     own = _list_files(model)
     frames = [f for e in _walk_causes(error) for f in traceback.extract_tb(e.__traceback__)]
     inside = [f for f in frames if f.filename in own]
@@ -89,14 +89,14 @@ def _find_line(model: nn.Module, error: BaseException) -> str:
 
 
 def _list_files(model: nn.Module) -> set[str]:
-    """The source files of the model's modules, without torch's."""
+    """The source files of the model's modules, except those of torch."""
     modules = {type(m).__module__ for m in model.modules()}
     files = {getattr(sys.modules.get(m), "__file__", None) for m in modules}
     return {f for f in files if f and not f.startswith(TORCH)}
 
 
 def _walk_causes(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` last, after what caused it."""
+    """`error` and its causes, the root cause first."""
     if error is not None:
         yield from _walk_causes(error.__cause__ or error.__context__)
         yield error

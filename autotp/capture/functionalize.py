@@ -1,13 +1,13 @@
-"""Replaces in-place ops by their functional twins where that is proven to change nothing.
+"""Replaces in-place ops by their functional counterparts where this provably changes nothing.
 
 `y = x.add_(1)` becomes `y = x + 1` when nothing reads `x`'s memory afterwards except through `y`.
-torch.export records later reads of the Python object `x` as reads of `y`, so what remains to be
-excluded are views of `x` and tensors that `x` is a view of. A graph in which this cannot be proven
-needs torch's own functionalisation, which costs as much as the export itself.
+torch.export records later reads of the Python object `x` as reads of `y`, so only views of `x` and
+tensors that `x` is a view of remain to be excluded. A graph in which this cannot be proven needs
+torch's own functionalisation, which costs as much as the export itself.
 
-Memory is shared where an op's schema says that it may be (`contiguous` does at some sizes only),
-and where the tensors of the trace did share it (`type_as` does, but says nothing). Dropouts that
-are off do so too, unseen by the trace: `capture_graph` has taken them out.
+Two values are taken to share memory where an op's schema says that they may (`contiguous` shares
+at some sizes only), and where they did so in the trace (`type_as` shares, but its schema does not
+say so). Disabled dropouts share memory too, unseen by the trace: they have been removed before.
 """
 
 import operator
@@ -24,7 +24,7 @@ __all__ = ["functionalise_graph", "has_vmap"]
 
 
 def functionalise_graph(graph: fx.Graph) -> str:
-    """Empty when every in-place op of `graph` was replaced, else why the first one cannot be.
+    """Replace every in-place op of `graph`; returns why the first one cannot be, or "".
 
     Example: `add_ = aten.add_.Tensor(linear, 1)` becomes `add = aten.add.Tensor(linear, 1)`.
     """
@@ -34,7 +34,7 @@ def functionalise_graph(graph: fx.Graph) -> str:
         twin = _find_twin(node)
         if twin is None:
             return f"{node.name}: {node.target} has no functional twin"
-        reader = memory.reader_after(node) if memory else ""
+        reader = memory.find_later_reader(node) if memory else ""
         if reader:
             return f"{node.name}: {node.target} changes memory that {reader}"
         _replace_op(graph, node, twin)
@@ -42,7 +42,7 @@ def functionalise_graph(graph: fx.Graph) -> str:
 
 
 def has_vmap(graph: fx.Graph) -> bool:
-    """Whether values of `graph` are inside a vmap, where they have dims that no op of it names."""
+    """Whether `graph` has values inside a vmap, whose tensors have dims that no op names."""
     values = (n.meta.get("val") for n in graph.nodes)
     return any(isinstance(v, torch.Tensor) and is_batchedtensor(v) for v in values)
 
@@ -59,7 +59,7 @@ def _find_schema(node: fx.Node) -> FunctionSchema | None:
 
 
 def _find_twin(node: fx.Node) -> OpOverload | None:
-    """The op with the same arguments that returns what `node`'s op writes to its first argument."""
+    """The op with the same arguments that returns what the op of `node` writes to its first one."""
     schema = _find_schema(node)
     assert schema is not None
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
@@ -91,7 +91,7 @@ def _replace_op(graph: fx.Graph, node: fx.Node, twin: OpOverload) -> None:
 
 
 def _cast_back(graph: fx.Graph, node: fx.Node, made: fx.Node) -> fx.Node:
-    """`made`, or its cast to the dtype of what was written to: in-place ops do not promote."""
+    """`made`, or its cast to the dtype of the tensor written to: in-place ops do not promote."""
     wanted: torch.Tensor = node.meta["val"]
     operands = [n.meta.get("val") for n in node.all_input_nodes]
     if all(v.dtype == wanted.dtype for v in operands if isinstance(v, torch.Tensor)):
@@ -115,11 +115,11 @@ def _read_val(node: fx.Node) -> Any:
 
 
 class _Memory:
-    """Which nodes of a graph may hold the same memory, before anything was replaced."""
+    """Which nodes of a graph may share memory, before any op is replaced."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._position = {n: i for i, n in enumerate(graph.nodes)}
-        self._users = {n: list(n.users) for n in graph.nodes}  # those of a replaced node move on
+        self._users = {n: list(n.users) for n in graph.nodes}  # replacing a node changes its users
         self._written = {n: cast(fx.Node, n.args[0]) for n in graph.nodes if _is_in_place(n)}
         self._neighbours: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
@@ -131,10 +131,10 @@ class _Memory:
             if storage := _find_storage(node):
                 self._same[storage].append(node)
 
-    def reader_after(self, node: fx.Node) -> str:
-        """Who may see that `node` wrote, other than through its result; empty when nobody does."""
+    def find_later_reader(self, node: fx.Node) -> str:
+        """What may see the write of `node` other than through its result; empty if nothing may."""
         here = self._position[node]
-        for alias in self._aliases(self._written[node], here):
+        for alias in self._list_aliases(self._written[node], here):
             if alias.op != "call_function":
                 return f"belongs to {alias.target}"
             late = next((u for u in self._users[alias] if self._position[u] > here), None)
@@ -142,7 +142,7 @@ class _Memory:
                 return f"{late.name} reads later through {alias.name}"
         return ""
 
-    def _aliases(self, start: fx.Node, before: int) -> list[fx.Node]:
+    def _list_aliases(self, start: fx.Node, before: int) -> list[fx.Node]:
         found, queue = {start: None}, [start]
         while queue:
             node = queue.pop()
@@ -154,7 +154,7 @@ class _Memory:
 
 
 def _list_aliased(node: fx.Node) -> list[fx.Node]:
-    """The operands whose memory `node`'s result may share, by its op's schema."""
+    """The operands whose memory the result of `node` may share, by the schema of its op."""
     if node.target is operator.getitem:
         source: Any = node.args[0]
         return _list_aliased(source)

@@ -1,7 +1,7 @@
-"""The calls that generating makes, as the model's own `generate` makes them.
+"""The calls of a model that generation makes, recorded from the model's own `generate`.
 
-`generate` runs on a copy of the model without memory, whose forward only notes what it is given;
-what the first call returns is made from the sizes of the captured program's outputs.
+`generate` runs on a copy of the model without memory, whose forward only records its inputs; the
+output of the first call is built from the sizes of the captured program's outputs.
 """
 
 import inspect
@@ -23,83 +23,83 @@ from autotp.errors import PlanError
 __all__ = ["GenerationCalls"]
 
 _DECIDED_BY_GENERATE = ("use_cache", "labels", "return_dict")
-"""Inputs of a forward that `generate` decides by itself."""
+"""Inputs of a forward that `generate` sets itself."""
 
 
 class _CallReached(Exception):  # noqa: N818  nothing went wrong
-    """The call that was waited for has come."""
+    """The call to be recorded has been made."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationCalls:
-    """What generating from `given` calls the model with.
+    """The inputs with which generation from a prompt calls the model.
 
     - `bare`: the model without memory, whose forward is replaced while `generate` runs.
-    - `given`: the prompt, as `generate` takes it.
+    - `prompt`: the inputs of `generate`.
     """
 
     bare: nn.Module
-    given: Mapping[str, Any]
+    prompt: Mapping[str, Any]
 
     @staticmethod
-    def of(model: nn.Module, example: Mapping[str, Any]) -> "GenerationCalls":
-        """Those for the inputs of `example`; PlanError for a model that generates nothing."""
+    def build(model: nn.Module, example: Mapping[str, Any]) -> "GenerationCalls":
+        """The calls for the inputs of `example`; PlanError for a model without `generate`."""
         name = type(model).__name__
         if getattr(model, "generate", None) is None:
             raise PlanError(
-                f"new_tokens: a {name} has no generate(). Give a model with a language-modelling "
+                f"new_tokens: {name} has no generate(). Give a model with a language-modelling "
                 "head, or leave new_tokens out."
             )
         bare = copy_without_memory(model)
         settings = getattr(bare, "generation_config", None)
-        if settings is not None:  # an end of text would end the recording
+        if settings is not None:  # an end-of-sequence token would end the recording
             settings.eos_token_id = settings.forced_eos_token_id = settings.pad_token_id = None
             if settings.decoder_start_token_id is None:
-                settings.decoder_start_token_id = 0  # any word: only sizes are looked at
-        asked = {k: v for k, v in example.items() if k not in _DECIDED_BY_GENERATE and v is not None}
-        return GenerationCalls(bare, {k: _copy_with_values(v) for k, v in asked.items()})
+                settings.decoder_start_token_id = 0  # any token: only sizes matter
+        prompt = {k: v for k, v in example.items() if k not in _DECIDED_BY_GENERATE and v is not None}
+        return GenerationCalls(bare, {k: _copy_with_values(v) for k, v in prompt.items()})
 
     @property
     def has_encoder(self) -> bool:
-        """Whether an encoder runs once, before the words."""
+        """Whether an encoder runs once, before the first token."""
         return bool(getattr(getattr(self.bare, "config", None), "is_encoder_decoder", False))
 
-    def first(self) -> dict[str, Any]:
-        """What the prompt's call is given; with an encoder, the call of the whole model."""
+    def record_prefill(self) -> dict[str, Any]:
+        """The inputs of the prefill; with an encoder, those of the full model."""
         if self.has_encoder:
-            return {**self.given, "use_cache": True}
-        return self._recorded(self.given, None)
+            return {**self.prompt, "use_cache": True}
+        return self._record(self.prompt, None)
 
-    def next(self, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the call after the prompt's is given, which was `program` at `inputs`."""
+    def record_decode(self, program: Program, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs of the first decode step, after the prefill by `program` at `inputs`."""
         output = _build_output(program, inputs)
-        given = dict(self.given)
+        given = dict(self.prompt)
         encoded = getattr(output, "encoder_last_hidden_state", None)
         if encoded is not None:
             main = str(getattr(self.bare, "main_input_name", "input_ids"))
             given.pop(main, None)
-            outputs: Any = sys.modules["transformers.modeling_outputs"]  # of which `generate` is
+            outputs: Any = sys.modules["transformers.modeling_outputs"]  # `generate` imported it
             given["encoder_outputs"] = outputs.BaseModelOutput(last_hidden_state=encoded)
-        return self._recorded(given, output)
+        return self._record(given, output)
 
-    def longer(self, words: int) -> "GenerationCalls":
-        """The same with so many more words in the prompt; itself where not all inputs are words."""
+    def lengthen(self, tokens: int) -> "GenerationCalls":
+        """The same with `tokens` more in the prompt; itself if it has inputs other than tokens."""
         main = "decoder_input_ids" if self.has_encoder else "input_ids"
-        ids = self.given.get(main)
-        words_alone = {"input_ids", "attention_mask", "decoder_input_ids"}.issuperset(self.given)
-        if not isinstance(ids, torch.Tensor) or not words_alone:
+        ids = self.prompt.get(main)
+        has_only_tokens = {"input_ids", "attention_mask", "decoder_input_ids"}.issuperset(self.prompt)
+        if not isinstance(ids, torch.Tensor) or not has_only_tokens:
             return self
         length = ids.shape[1]
-        order = torch.arange(length + words) % length
+        order = torch.arange(length + tokens) % length
         lengthened = {
             name: value[:, order]
-            for name, value in self.given.items()
+            for name, value in self.prompt.items()
             if name == main or (not self.has_encoder and value.shape == ids.shape)
         }
-        return GenerationCalls(self.bare, {**self.given, **lengthened})
+        return GenerationCalls(self.bare, {**self.prompt, **lengthened})
 
-    def _recorded(self, given: Mapping[str, Any], output: Any) -> dict[str, Any]:
-        """The last call's inputs: the first's if there is no output to go on with."""
+    def _record(self, given: Mapping[str, Any], output: Any) -> dict[str, Any]:
+        """The inputs of the second call, or of the first if there is no output to continue from."""
         seen: list[dict[str, Any]] = []
         enough = 1 if output is None else 2
 
@@ -109,10 +109,10 @@ class GenerationCalls:
                 raise _CallReached
             return output
 
-        self._generate(note, given, enough)
+        self._run_generate(note, given, enough)
         return {name: value for name, value in seen[-1].items() if value is not None}
 
-    def _generate(self, forward: Any, given: Mapping[str, Any], calls: int) -> None:
+    def _run_generate(self, forward: Any, given: Mapping[str, Any], calls: int) -> None:
         bare: Any = self.bare
         setattr(forward, "__signature__", inspect.signature(bare.forward))  # noqa: B010
         bare.forward = forward
@@ -123,27 +123,27 @@ class GenerationCalls:
             return
         except Exception as error:
             raise PlanError(
-                f"new_tokens: {type(bare).__name__}.generate({', '.join(given)}) was followed to "
-                f"see what it calls, and failed: {type(error).__name__}: {error}. Give "
-                "example_inputs that generate() takes, or leave new_tokens out."
+                f"new_tokens: {type(bare).__name__}.generate({', '.join(given)}) was run to record "
+                f"its calls and failed: {type(error).__name__}: {error}. Give example_inputs that "
+                "generate() accepts, or leave new_tokens out."
             ) from error
         finally:
             del bare.forward
         raise PlanError(
-            f"new_tokens: {type(bare).__name__}.generate() ended after fewer than {calls} calls of "
-            "its forward. Leave new_tokens out."
+            f"new_tokens: {type(bare).__name__}.generate() called its forward fewer than {calls} "
+            "times. Leave new_tokens out."
         )
 
 
 def _copy_with_values(value: Any) -> Any:
-    """Ones for a tensor on meta: a mask of ones, words that there are."""
+    """Ones for a tensor on meta: a valid attention mask, and valid token ids."""
     if isinstance(value, torch.Tensor) and value.is_meta:
         return torch.ones_like(value, device="cpu")
     return value
 
 
 def _build_output(program: Program, inputs: Mapping[str, Any]) -> Any:
-    """What the program returns for inputs of these sizes: zeros, which take no memory."""
+    """What the program returns for inputs of these sizes, with zeros for values."""
     pricing = Pricing(program, list_tensor_leaves(flatten_caches(inputs)))
     outputs: Sequence[Any] = program.graph.output_node().args[0]  # pyright: ignore
     flat = [_make_zeros(pricing, out) for out in outputs]
@@ -155,5 +155,5 @@ def _make_zeros(pricing: Pricing, output: Any) -> Any:
         return output
     val = output.meta["val"]
     if not isinstance(val, torch.Tensor):
-        return pricing.number(val)
-    return torch.zeros([pricing.number(n) for n in val.shape], dtype=val.dtype)
+        return pricing.evaluate(val)
+    return torch.zeros([pricing.evaluate(n) for n in val.shape], dtype=val.dtype)

@@ -1,4 +1,4 @@
-"""What an FX graph says of its nodes: tensors they make, modules and source lines they are from."""
+"""Facts about nodes of an FX graph: the tensors they make, their modules and their source lines."""
 
 import os
 import re
@@ -31,11 +31,11 @@ TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 
 _CALL = re.compile(r"@\d+")
 _NO_STACK = "_empty_nn_module_stack_from_metadata_hook"
-# not the generated code of a graph inside, whose name is another in each process
+# not the generated code of a nested graph, whose file name differs between processes
 _FRAME = re.compile(r'File "([^"<]+)", line (\d+), in .*(?:\n +(?!File ")(\S.*))?')
 
 Value: TypeAlias = tuple[fx.Node, int]
-"""A tensor: the node that makes it and which of its results it is."""
+"""A tensor: the node that makes it, and the number of the result."""
 
 
 class SourceLine(NamedTuple):
@@ -56,7 +56,7 @@ class SourceLine(NamedTuple):
 
 
 def find_source(node: fx.Node) -> Value:
-    """The value that `node` stands for: itself, or a result of the node it takes an item of."""
+    """The value that `node` is: its own, or for a getitem the result that it selects."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
         origin = node.args[0]
         if isinstance(origin, fx.Node) and isinstance(node.args[1], int):
@@ -76,7 +76,7 @@ def list_results(node: fx.Node) -> dict[int, torch.Tensor]:
 
 
 def read_argument(node: fx.Node, name: str) -> Any:
-    """The value of the argument called `name`, its default if it is not given."""
+    """The value of the argument called `name`; its default if the call omits it."""
     schema: Any = getattr(node.target, "_schema", None)
     for at, known in enumerate(schema.arguments if schema else ()):
         if known.name == name:
@@ -86,14 +86,13 @@ def read_argument(node: fx.Node, name: str) -> Any:
 
 
 def find_expression(size: Any) -> Any:
-    """The sympy expression of a symbolic size; a plain number as it is."""
+    """The sympy expression of a symbolic size; a plain number unchanged."""
     symbolic = isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
     return size.node.expr if symbolic else size
 
 
 def spell_sizes(node: fx.Node) -> list[str]:
-    """The sizes of the tensor that a node makes, as text: symbols compare by form, and no guard on
-    them arises.
+    """The sizes of the tensor that a node makes, as text: comparing symbols adds no guard.
 
     Example: `["s0", "8"]`.
     """
@@ -124,7 +123,7 @@ def find_module_path(node: fx.Node) -> str:
 
 
 def find_source_line(node: fx.Node) -> SourceLine | None:
-    """The line of the model's code that made `node`; of torch's if there is no other.
+    """The line of the model's code that made `node`; a line of torch if there is no other.
 
     Example: `SourceLine("/models/mlp.py", 9, "return self.down(x)")`.
     """
@@ -134,10 +133,10 @@ def find_source_line(node: fx.Node) -> SourceLine | None:
 
 
 def describe_node(node: fx.Node, flat: str = "") -> str:
-    """Where a node comes from: its name and op, its module's path, the model's source line.
+    """Where a node comes from: its name and op, the path of its module, the model's source line.
 
-    Example: `down = aten.linear at model.layers.0.mlp (mlp.py:9: `return self.down(x)`)`; where its
-    name in the flat graph, `flat`, is another, that stands in front.
+    Example: `down = aten.linear at model.layers.0.mlp (mlp.py:9: `return self.down(x)`)`. If its
+    name in the flat graph, `flat`, differs, that name comes first.
     """
     op = name_op(node.target).replace("::", ".") or str(node.target)
     path, line = find_module_path(node), find_source_line(node)

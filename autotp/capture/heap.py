@@ -1,4 +1,4 @@
-"""Memory that Python, torch and the allocator keep after work that needed much of it."""
+"""Memory that Python, torch and the allocator retain after work that needed much of it."""
 
 import ctypes
 import gc
@@ -12,12 +12,12 @@ from torch.fx.experimental import proxy_tensor
 
 __all__ = ["release_memory"]
 
-# torch keeps the last graph it traced here, for a search of leaks in its next export
+# torch keeps the last traced graph here, to search for leaks in its next export
 _TRACED = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 
 
 def release_memory() -> None:
-    """Gives back to the system what was freed: it would count beside a rank's shards for good."""
+    """Return freed memory to the system, where it would otherwise stay with the rank for good."""
     getattr(proxy_tensor, _TRACED, dict[int, object]()).clear()
     gc.collect()
     _forget_sources()
@@ -28,9 +28,9 @@ def release_memory() -> None:
 
 
 def _forget_sources() -> None:
-    """Drops the sources of GraphModules that are gone; torch keeps all, for tracebacks.
+    """Drop the sources of GraphModules that no longer exist; torch keeps all, for tracebacks.
 
-    A capture compiles the whole graph some ten times on its way.
+    One capture compiles the graph about ten times.
     """
     loader = getattr(graph_module, "_loader", None)
     sources: dict[str, str] = getattr(loader, "eval_cache", {})
@@ -41,7 +41,7 @@ def _forget_sources() -> None:
 
 
 def _list_code_names(kind: type) -> Iterator[str]:
-    """The names under which the code of each living GraphModule is known: each has a class."""
+    """The file name of each existing GraphModule's code: each GraphModule has its own class."""
     for each in kind.__subclasses__():
         code = getattr(each.__dict__.get("forward"), "__code__", None)
         if code is not None:

@@ -1,6 +1,6 @@
-"""The postcondition of capture: what every later stage takes for granted of a program.
+"""The postcondition of capture: what every later stage assumes of a program.
 
-Constraints: only the program and the model's own tensors are consulted; nothing is run.
+Constraints: reads only the program and the model's tensors; runs nothing.
 """
 
 import ast
@@ -61,7 +61,7 @@ def _find_input_faults(program: Program) -> Iterator[str]:
 
 
 def _find_state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """Every `get_attr` reads one tensor that exists, under its first name, as its meta says."""
+    """Every `get_attr` reads an existing tensor under its first name, with the right meta."""
     known = {**tensors, **program.lifted}
     seen: set[str] = set()
     for node in program.graph.find_nodes(op="get_attr"):
@@ -79,7 +79,7 @@ def _find_state_faults(program: Program, tensors: Mapping[str, torch.Tensor]) ->
         if name in program.tied:
             yield f"{where}: {name} is tied to {program.tied[name]}, under which it must be read"
         if name in seen:
-            yield f"{where}: {name} is read by two get_attr nodes; later stages know one"
+            yield f"{where}: {name} is read by two get_attr nodes; later stages expect one"
         seen.add(name)
 
 
@@ -101,7 +101,7 @@ def _find_node_faults(node: fx.Node) -> Iterator[str]:
 
 
 def _find_size_faults(program: Program) -> Iterator[str]:
-    """Every symbolic size is made of sizes of the inputs, or of one that depends on values."""
+    """Every symbolic size is computed from sizes of inputs, or depends on values."""
     known: set[Any] = set()
     read: set[Any] = set()
     for node in program.graph.nodes:
@@ -115,7 +115,7 @@ def _find_size_faults(program: Program) -> Iterator[str]:
             unknown = expression.free_symbols - known - free_unbacked_symbols(size)
             if unknown:
                 names = ", ".join(sorted(map(str, unknown)))
-                yield f"{describe_node(node)}: its size {expression} has {names}, of no input's size"
+                yield f"{describe_node(node)}: no input has the {names} of its size {expression}"
 
 
 def _list_symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:
@@ -145,7 +145,7 @@ def _find_output_faults(program: Program) -> Iterator[str]:
 
 
 def _find_guard_faults(program: Program) -> Iterator[str]:
-    """Guards are expressions over the inputs and nothing else."""
+    """Guards are expressions over the inputs only."""
     inputs = {name.partition(".")[0] for name in (*program.inputs, *program.constants)}
     for expression in dict.fromkeys(guard.expression for guard in program.guards):
         try:
@@ -156,7 +156,7 @@ def _find_guard_faults(program: Program) -> Iterator[str]:
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         unknown = names - _GUARD_NAMES | set(_list_subjects(tree)) - inputs
         if unknown:
-            yield f"guard {expression}: speaks of {', '.join(sorted(unknown))}, not of an input"
+            yield f"guard {expression}: refers to {', '.join(sorted(unknown))}, not to an input"
 
 
 def _list_subjects(tree: ast.AST) -> Iterator[str]:

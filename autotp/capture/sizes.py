@@ -1,4 +1,4 @@
-"""Symbolic sizes: read off FakeTensors into monomials, and priced at the sizes of real inputs."""
+"""Symbolic sizes: read from FakeTensors as monomials, and evaluated at the sizes of real inputs."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -13,20 +13,20 @@ __all__ = ["Pricing", "Sizes", "read_data_sizes"]
 
 
 class Sizes:
-    """Turns shapes into sizes; each distinct symbolic expression is read once."""
+    """Converts shapes to sizes; each distinct symbolic expression is read once."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Size] = {}
 
-    def of(self, meta: torch.Tensor) -> tuple[Size, ...]:
+    def read(self, meta: torch.Tensor) -> tuple[Size, ...]:
         """The sizes of a (fake or meta) tensor's dims."""
-        return tuple(self.of_number(s) for s in meta.shape)
+        return tuple(self.read_number(s) for s in meta.shape)
 
-    def of_number(self, number: int | torch.SymInt) -> Size:
-        """The size that a number is, in the same symbols."""
-        return Size(number) if type(number) is int else self._symbolic(number)
+    def read_number(self, number: int | torch.SymInt) -> Size:
+        """The size that a plain or symbolic number is."""
+        return Size(number) if type(number) is int else self._read_symbolic(number)
 
-    def _symbolic(self, size: int | torch.SymInt) -> Size:
+    def _read_symbolic(self, size: int | torch.SymInt) -> Size:
         expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
@@ -35,7 +35,7 @@ class Sizes:
 
 
 class Pricing:
-    """The bytes of a program's values when its inputs have the sizes of `inputs`."""
+    """The bytes of a program's values at the sizes of given inputs."""
 
     def __init__(
         self,
@@ -43,35 +43,35 @@ class Pricing:
         inputs: Mapping[str, torch.Tensor],
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """Of `program`, whose sums over the group are made in `reduce_dtype`."""
+        """For `program`, which reduces over the group in `reduce_dtype`."""
         self.reduce_dtype = reduce_dtype
         self.symbols: dict[Any, Any] = {}
         self.known: dict[Any, int] = {}
         placeholders = program.graph.find_nodes(op="placeholder")
         for name, node in zip(program.inputs, placeholders, strict=True):
             if name in inputs:
-                given = inputs[name]
-                for size, real in zip(node.meta["val"].shape, given.shape, strict=True):
+                shapes = node.meta["val"].shape, inputs[name].shape
+                for size, real in zip(*shapes, strict=True):
                     if type(size) is not int and size.node.expr.is_Symbol:
                         self.symbols[size.node.expr] = real
 
-    def bytes(self, meta: torch.Tensor) -> int:
-        """The bytes of the whole tensor."""
+    def count_bytes(self, meta: torch.Tensor) -> int:
+        """The bytes of the unsharded tensor."""
         count = meta.element_size()
         for size in meta.shape:
-            count *= self.number(size)
+            count *= self.evaluate(size)
         return count
 
-    def number(self, size: int | torch.SymInt) -> int:
-        """What a size is."""
-        return size if type(size) is int else self._value(size)
+    def evaluate(self, size: int | torch.SymInt) -> int:
+        """The number that a size is."""
+        return size if type(size) is int else self._evaluate_symbolic(size)
 
-    def summed(self, meta: torch.Tensor) -> int:
-        """The bytes of the whole tensor in the dtype in which it is summed over the group."""
+    def count_sum_bytes(self, meta: torch.Tensor) -> int:
+        """The bytes of the unsharded tensor in the dtype in which the group sums it."""
         wide = choose_sum_dtype(meta.dtype, self.reduce_dtype)
-        return self.bytes(meta) // meta.element_size() * wide.itemsize
+        return self.count_bytes(meta) // meta.element_size() * wide.itemsize
 
-    def _value(self, size: int | torch.SymInt) -> int:
+    def _evaluate_symbolic(self, size: int | torch.SymInt) -> int:
         expression = cast(torch.SymInt, size).node.expr
         found = self.known.get(expression)
         if found is None:
@@ -82,7 +82,7 @@ class Pricing:
 
 
 def read_data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Batch and sequence of the inputs that the plan is priced for; how much `past` a cache has."""
+    """The batch and sequence sizes that costs are estimated for, and the `past` of a cache."""
     sizes: dict[str, int] = {}
     taken = {carried.taken for carried in program.carried.values()}
     for name in program.inputs:
@@ -92,24 +92,24 @@ def read_data_sizes(program: Program, inputs: Mapping[str, torch.Tensor]) -> dic
                 past = inputs[name].shape[dims[-1]]
                 sizes["past"] = max(past, sizes.get("past", 0))
             continue
-        for dim, word in zip(dims, ("batch", "sequence"), strict=False):
+        for dim, kind in zip(dims, ("batch", "sequence"), strict=False):
             size = inputs[name].shape[dim]
-            if sizes.setdefault(word, size) != size:
-                sizes[f"{name} {word}"] = size
+            if sizes.setdefault(kind, size) != size:
+                sizes[f"{name} {kind}"] = size
     return sizes
 
 
 def _find_proven(size: torch.SymInt) -> Any:
-    """An expression in which what a guard of the capture says is a number is that number.
+    """The expression of a size, with the subexpressions replaced that a guard equates to numbers.
 
-    Example: `8*s1 // s0` is 8 where a view of the forward needed that, and twice it is 16.
+    Example: where a view required `8*s1 // s0 == 8`, `2*(8*s1 // s0)` becomes 16.
     """
     expression = size.node.expr
     if not expression.is_Symbol:
         for guard in size.node.shape_env.guards:
-            told = guard.expr
-            if told.is_Relational and told.rel_op == "==" and told.rhs.is_Integer:
-                expression = expression.xreplace({told.lhs: told.rhs})
+            known = guard.expr
+            if known.is_Relational and known.rel_op == "==" and known.rhs.is_Integer:
+                expression = expression.xreplace({known.lhs: known.rhs})
     return expression
 
 

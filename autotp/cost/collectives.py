@@ -62,7 +62,7 @@ def count_wire_bytes(kind: str, payload: int, tp: int) -> int:
 
 
 def estimate_time_ps(kind: str, payload: int, tp: int, machine: Machine) -> int:
-    """Estimate the picoseconds of a collective of `payload` bytes on `machine`'s link for `tp` ranks.
+    """Estimate the picoseconds of a collective of `payload` bytes over `tp` ranks of `machine`.
 
     Constraints: each pass is rounded up once; an all-reduce is two passes; a group of one rank
     costs nothing.

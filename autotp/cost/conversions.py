@@ -136,7 +136,7 @@ class Prices:
     def find_cheapest_tree(
         self, source: Placement, targets: Delivered
     ) -> tuple[Cost, tuple[int, ...]]:
-        """Find the cheapest tree: its cost, and each target's parent among them (-1: the source)."""
+        """Find the cheapest tree: its cost, and the parent of each target (-1: the source)."""
         if len(targets) == 1:
             return self.price_conversion(source, targets[0]), (-1,)
         one, two = targets
@@ -150,7 +150,7 @@ class Prices:
     def find_nearest(
         self, sources: Delivered, target: Placement, *, keep: bool = False
     ) -> tuple[Cost, Placement]:
-        """Find the cheapest conversion to `target` from any of `sources`: its cost and its source."""
+        """Find the cheapest conversion to `target` from any of `sources`: cost and source."""
         costs = [(self.price_conversion(s, target, keep=keep), k) for k, s in enumerate(sources)]
         cost, best = min(costs)
         return cost, sources[best]

@@ -165,7 +165,8 @@ class OverrideConstraint:
                 names = placement.partition.axes
                 axes.setdefault(cut, []).extend(forest.named(name) for name in names)
         cuts = (
-            f"{of} (dim {dim}, its axis {self._name_axes(found)})" for (of, dim), found in axes.items()
+            f"{of} (dim {dim}, its axis {self._name_axes(found)})"
+            for (of, dim), found in axes.items()
         )
         return [*cuts, "replicated"]
 

@@ -184,13 +184,17 @@ class _Formulation:
         for node in self.analysis.program.graph.find_nodes(op="placeholder"):
             value = (node, 0)
             if value in self.analysis.dims:
-                domain = self.cache_domains.list_input_placements(node, self._list_requested(value, chosen))
+                domain = self.cache_domains.list_input_placements(
+                    node, self._list_requested(value, chosen)
+                )
                 self.makers[value] = self._add_placement(node.name, domain)
                 if node in self.cache_domains.paths:
                     self.caches[node.name] = self.makers[value]
                 self._add_delivered(value, chosen)
 
-    def _add_placement(self, name: str, domain: Sequence[Placement]) -> tuple[int, tuple[Placement, ...]]:
+    def _add_placement(
+        self, name: str, domain: Sequence[Placement]
+    ) -> tuple[int, tuple[Placement, ...]]:
         """A variable whose choices cost nothing by themselves."""
         costs = self._share_costs(len(domain), lambda: self._rank_choices(len(domain)))
         return self._add_variable(name, [str(p) for p in domain], costs), tuple(domain)
@@ -223,7 +227,9 @@ class _Formulation:
             costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, told.local
         return self._share_costs(costs.tobytes(), lambda: costs)
 
-    def _list_requested(self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]) -> list[Placement]:
+    def _list_requested(
+        self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]
+    ) -> list[Placement]:
         """Every placement in which some reader may want `value`."""
         wanted: dict[Placement, None] = {}
         for use, k in self.readers[value]:
@@ -302,7 +308,9 @@ class _Formulation:
                 keep = k in use.rule.bias
                 self._connect_reader(operand.value, variable, [s.operands[k] for s in domain], keep)
 
-    def _connect_reader(self, value: Value, reader: int, wanted: Sequence[Placement], keep: bool) -> None:
+    def _connect_reader(
+        self, value: Value, reader: int, wanted: Sequence[Placement], keep: bool
+    ) -> None:
         prices = self._find_prices(value)
         if value in self.delivered:
             source, sets = self.delivered[value]
@@ -351,15 +359,20 @@ class _Formulation:
         """
         for kept in self.cache_domains.outputs:
             variable, domain = self.caches[kept.number] = self._add_placement(
-                f"output {kept.number}", self.cache_domains.list_output_placements(kept, self.makers[kept.value][1])
+                f"output {kept.number}",
+                self.cache_domains.list_output_placements(kept, self.makers[kept.value][1]),
             )
             self._connect_reader(kept.value, variable, domain, keep=False)
-            if kept.taken is not None:
-                taken, before = self.makers[(kept.taken, 0)]
-                self.edges.append(Edge(taken, variable, self.cache_domains.tabulate_ties(kept, before, domain)))
+            if kept.replaces is not None:
+                taken, before = self.makers[(kept.replaces, 0)]
+                self.edges.append(
+                    Edge(taken, variable, self.cache_domains.tabulate_ties(kept, before, domain))
+                )
         for value in self._list_output_values():
             name = f"{value[0].name} output"
-            sink = self._add_variable(name, ["R"], self._share_costs(1, lambda: self._rank_choices(1)))
+            sink = self._add_variable(
+                name, ["R"], self._share_costs(1, lambda: self._rank_choices(1))
+            )
             self._connect_reader(value, sink, [REPLICATED], keep=False)
 
 
@@ -403,7 +416,9 @@ class WeightCosts:
 
     def __init__(self, analysis: Analysis, matching: Matching, terms: Terms) -> None:
         self.analysis, self.matching, self.terms = analysis, matching, terms
-        self.largest = max((self._count_bytes((n, 0)) for n in analysis.parameters.values()), default=0)
+        self.largest = max(
+            (self._count_bytes((n, 0)) for n in analysis.parameters.values()), default=0
+        )
 
     def cost(self, name: str, value: Value, placement: Placement) -> WeightCost:
         """What parameter `name` costs in `placement`."""
@@ -414,7 +429,11 @@ class WeightCosts:
         elif home and split is not None:  # segments without the axis stay whole
             off = size * split.whole() // split.length()
         summed = self.terms.summed(self.analysis.metas[value])
-        return WeightCost(off, self._estimate_bucket_time(placement, split, summed), self._count_local_bytes(split, size))
+        return WeightCost(
+            off,
+            self._estimate_bucket_time(placement, split, summed),
+            self._count_local_bytes(split, size),
+        )
 
     def _count_bytes(self, value: Value) -> int:
         return self.analysis.metas[value].nbytes
@@ -443,7 +462,9 @@ class WeightCosts:
         if placement.kind != "S~" or split is None:
             return 0
         shared = split.copied(self.terms.tp).items()
-        return sum(self._estimate_transfer_time(size * n // split.length(), p.count) for p, n in shared)
+        return sum(
+            self._estimate_transfer_time(size * n // split.length(), p.count) for p, n in shared
+        )
 
     def _estimate_transfer_time(self, size: int, ranks: int) -> int:
         machine = self.terms.request.machine
@@ -464,7 +485,7 @@ class CacheDomains:
     def __init__(self, analysis: Analysis, terms: Terms) -> None:
         self.analysis, self.terms = analysis, terms
         self.outputs = list_cache_outputs(analysis)
-        self.paths = {kept.taken: kept.path for kept in self.outputs if kept.taken}
+        self.paths = {kept.replaces: kept.path for kept in self.outputs if kept.replaces}
 
     def list_input_placements(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
         """How an input may lie: whole if it is no cache's, else as readers want it."""
@@ -474,7 +495,9 @@ class CacheDomains:
         cuts = sorted(p for p in wanted if p.kind == "S")
         return self._filter_by_record(path, (node, 0), [REPLICATED, *cuts])
 
-    def list_output_placements(self, kept: CacheOutput, made: Sequence[Placement]) -> list[Placement]:
+    def list_output_placements(
+        self, kept: CacheOutput, made: Sequence[Placement]
+    ) -> list[Placement]:
         """How an output may lie: as it was made, or whole."""
         cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
         return self._filter_by_record(kept.path, kept.value, [REPLICATED, *cuts])
@@ -483,21 +506,25 @@ class CacheDomains:
         self, kept: CacheOutput, before: Sequence[Placement], after: Sequence[Placement]
     ) -> NDArray[np.int64]:
         """The costs of an edge by which an output lies as the input whose place it takes."""
-        assert kept.taken is not None
-        ins = [self.analysis.encode_split((kept.taken, 0), p) for p in before]
+        assert kept.replaces is not None
+        ins = [self.analysis.encode_split((kept.replaces, 0), p) for p in before]
         outs = [self.analysis.encode_split(kept.value, p) for p in after]
         table = np.zeros((len(LEVELS), len(ins), len(outs)), np.int64)
         table[LEVELS.index("forbidden")] = [[came != goes for goes in outs] for came in ins]
         return table
 
-    def _filter_by_record(self, path: str, value: Value, domain: Sequence[Placement]) -> list[Placement]:
+    def _filter_by_record(
+        self, path: str, value: Value, domain: Sequence[Placement]
+    ) -> list[Placement]:
         """What of `domain` is left where calls before this one have left the tensor somehow."""
         record = self.terms.caches.get(path)
         # another class of cache may keep another tensor at that path
         rank = len(self.analysis.dims[value])
         if record is None or (record.dim is not None and record.dim >= rank):
             return list(domain)
-        left = [p for p in domain if self.analysis.encode_split(value, p) == (record.dim, record.split)]
+        left = [
+            p for p in domain if self.analysis.encode_split(value, p) == (record.dim, record.split)
+        ]
         if not left:
             cut = f"cut along {record.axis} ({record.size})" if record.size else "whole"
             raise PlanError(

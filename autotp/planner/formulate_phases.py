@@ -60,7 +60,10 @@ def _tie_phases(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
 
 
 def _tie_variables(
-    before: tuple[int, Analysis, _PlacedVariable], number: int, phase: PlannedPhase, held: _PlacedVariable
+    before: tuple[int, Analysis, _PlacedVariable],
+    number: int,
+    phase: PlannedPhase,
+    held: _PlacedVariable,
 ) -> Iterator[Tie]:
     first, analysis, (variable, domain, value) = before
     if first == number:
@@ -76,9 +79,13 @@ def _list_weights(phase: PlannedPhase) -> dict[str, _PlacedVariable]:
     return {name: (v, d, (nodes[name], 0)) for name, (v, d) in phase.problem.parameters.items()}
 
 
-def _list_caches(phase: PlannedPhase) -> tuple[dict[str, _PlacedVariable], dict[str, _PlacedVariable]]:
+def _list_caches(
+    phase: PlannedPhase,
+) -> tuple[dict[str, _PlacedVariable], dict[str, _PlacedVariable]]:
     """The tensors of a cache that a phase takes, and those that it gives, by path."""
     kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.problem.caches
     outputs = list_cache_outputs(phase.analysis)
-    taken = {k.path: (*kept[k.replaces.name], (k.replaces, 0)) for k in outputs if k.replaces is not None}
+    taken = {
+        k.path: (*kept[k.replaces.name], (k.replaces, 0)) for k in outputs if k.replaces is not None
+    }
     return taken, {k.path: (*kept[k.number], k.value) for k in outputs}

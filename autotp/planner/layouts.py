@@ -85,7 +85,9 @@ class Layouts:
 
     def find_products(self, name: str) -> list[fx.Node]:
         """The products that a parameter is only ever added to; empty if it is read otherwise."""
-        found = [self._find_product(use, k) for use, k in self.analysis.list_parameter_readers(name)]
+        found = [
+            self._find_product(use, k) for use, k in self.analysis.list_parameter_readers(name)
+        ]
         return [node for node in found if node] if None not in found else []
 
     def _find_product(self, use: Use, k: int) -> fx.Node | None:

@@ -95,7 +95,7 @@ def _check_dims(analysis: Analysis) -> Iterator[str]:
         if meta is None:
             yield f"{describe_node(node)}: has no result {number}, but dims for it"
             continue
-        found, wanted = tuple(forest.size(d) for d in dims), sizes.of(meta)
+        found, wanted = tuple(forest.size(d) for d in dims), sizes.read(meta)
         if found != wanted:
             yield (
                 f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but its dims "
@@ -151,7 +151,7 @@ class _RuleReader:
                 yield f"is {found.name}, but the rule was found for {operand.value[0].name}"
             return
         sizes = tuple(analysis.forest.size(d) for d in operand.dims)
-        wanted = self.sizes.of(found.meta["val"])
+        wanted = self.sizes.read(found.meta["val"])
         if sizes != wanted:
             yield f"({found.name}) has sizes {_format_sizes(wanted)}, but its dims have {_format_sizes(sizes)}"
 
@@ -483,7 +483,9 @@ def _find_replicated_choice(domain: Sequence[Any] | None) -> int | None:
     """The choice by which everything is replicated; None where there is none."""
     if domain is None:
         return 0
-    return next((k for k, chosen in enumerate(domain) if _list_placements(chosen) <= {REPLICATED}), None)
+    return next(
+        (k for k, chosen in enumerate(domain) if _list_placements(chosen) <= {REPLICATED}), None
+    )
 
 
 def _list_placements(chosen: Any) -> set[Placement]:

@@ -110,7 +110,7 @@ class _Reader:
     def _define_parameter(self, node: fx.Node) -> None:
         meta = cast(torch.Tensor, node.meta["val"])
         value = (node, 0)
-        self._define(value, meta, tuple(self.forest.dim(s) for s in self.sizes.of(meta)))
+        self._define(value, meta, tuple(self.forest.dim(s) for s in self.sizes.read(meta)))
         self.analysis.parameters[str(node.target)] = node
         self.analysis.weights.add(value)
         if meta.is_floating_point():
@@ -123,7 +123,7 @@ class _Reader:
         kept = node.target in self.cache_inputs and meta.is_floating_point() and 0 not in meta.shape
         if meta.requires_grad or kept:
             data = self.data.get(str(node.target), set())
-            dims = [self.forest.dim(s, data=i in data) for i, s in enumerate(self.sizes.of(meta))]
+            dims = [self.forest.dim(s, data=i in data) for i, s in enumerate(self.sizes.read(meta))]
             self._define((node, 0), meta, tuple(dims))
         if meta.requires_grad:
             self.analysis.differentiable.add((node, 0))
@@ -154,7 +154,7 @@ class _Reader:
         dims = self.analysis.dims.get(value)
         if dims is None:
             value = (node, 0)  # what no parameter reaches is copied node by node
-            sizes = self.sizes.of(cast(torch.Tensor, node.meta["val"]))
+            sizes = self.sizes.read(cast(torch.Tensor, node.meta["val"]))
             data = (
                 self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()
             )
@@ -169,7 +169,7 @@ class _Reader:
         row: Row,
     ) -> Call:
         count = max(metas, default=-1) + 1
-        sizes = [self.sizes.of(metas[k]) if k in metas else () for k in range(count)]
+        sizes = [self.sizes.read(metas[k]) if k in metas else () for k in range(count)]
         arguments, positions = list_arguments(node, operands)
         dims = [o.dims for o in operands]
         return Call(self.forest, dims, sizes, positions, arguments, row, self.orders)
@@ -199,7 +199,7 @@ class _Reader:
             self.analysis.unruled.append(node)
         count = max(metas, default=-1) + 1
         results = [
-            tuple(self.forest.dim(s) for s in self.sizes.of(metas[k])) if k in metas else ()
+            tuple(self.forest.dim(s) for s in self.sizes.read(metas[k])) if k in metas else ()
             for k in range(count)
         ]
         factors = [

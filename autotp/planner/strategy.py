@@ -166,7 +166,9 @@ class _StrategyMaker:
         others = [f for f in self.rule.factors if f is not first and self._has_axes(f.dim, rest)]
         return [first, *others]
 
-    def _place_with_rows(self, rows: Atom) -> Callable[[int, set[Slot], Partition], Placement | None]:
+    def _place_with_rows(
+        self, rows: Atom
+    ) -> Callable[[int, set[Slot], Partition], Placement | None]:
         """`_place` where rows are grouped: values with them are G, alone in their dim."""
 
         def place(slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
@@ -215,7 +217,9 @@ class _StrategyMaker:
     def _place(self, slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
         """Where an operand or result lies; None: nowhere."""
         dims = self._dims(slot)
-        cut = [d for d, dim in enumerate(dims) if (slot, d) in slots and self._has_axes(dim, partition)]
+        cut = [
+            d for d, dim in enumerate(dims) if (slot, d) in slots and self._has_axes(dim, partition)
+        ]
         if not cut:
             return self._place_without(slot)
         here = self.forest.present([dims[d] for d in cut], partition)

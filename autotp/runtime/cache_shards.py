@@ -1,4 +1,4 @@
-"""A rank's part of the caches that a call is given."""
+"""A rank's shards of the caches that a call is given."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,10 +18,10 @@ __all__ = ["slice_full_caches", "slice_caches"]
 def slice_caches(
     inputs: Mapping[str, Any], records: Mapping[str, CacheRecord], rank: int, tp: int
 ) -> Mapping[str, Any]:
-    """The inputs with this rank's part of each tensor of a cache that is whole in them.
+    """Slice the full tensors of caches among the inputs for this rank.
 
-    Whole is a cache that the whole model made, or that was allocated at its sizes. Raises
-    CaptureError for a tensor that is neither whole nor this rank's part.
+    A cache is full if the unsharded model made it, or if it was allocated at its sizes. Raises
+    CaptureError for a tensor that is neither full nor this rank's shard.
     """
     found: dict[str, list[torch.Tensor]] = {}
     states = ((name, v) for name, v in inputs.items() if isinstance(v, CacheState))
@@ -31,14 +31,14 @@ def slice_caches(
             record = records.get(prefix + path)
             if record is None or record.dim is None or leaf.numel() == 0:
                 continue
-            mine, given = _slice_cache(record.split, rank, tp), leaf.shape[record.dim]
+            mine, given = _find_local_size(record.split, rank, tp), leaf.shape[record.dim]
             if given == mine:
                 continue
             if given != record.size:
                 raise CaptureError(
-                    f"{name}: its {path} has {given} at dim {record.dim}, of {record.size} in "
-                    f"all; rank {rank} of {tp} holds {mine}. Start from an empty cache, or give "
-                    f"the whole model's, with {record.size}."
+                    f"{name}: {path} has size {given} at dim {record.dim}; the full size is "
+                    f"{record.size}, and that of rank {rank} of {tp} is {mine}. Start from an empty "
+                    f"cache, or give the cache of the unsharded model, with size {record.size}."
                 )
             own = found.setdefault(name, list(state.leaves))
             own[i] = _slice_tensor(leaf, record, rank, tp)
@@ -54,9 +54,7 @@ def slice_full_caches(
     rank: int,
     tp: int,
 ) -> Mapping[str, Any]:
-    """The inputs as `slice_caches` has them, after the caches in `given`, whose states they are, were
-    cut to the same.
-    """
+    """Slice the caches as `slice_caches` does, those in `given` as well."""
     own = slice_caches(inputs, records, rank, tp)
     for name, state in own.items():
         if state is not inputs[name]:
@@ -64,12 +62,12 @@ def slice_full_caches(
     return own
 
 
-def _slice_tensor(whole: torch.Tensor, record: CacheRecord, rank: int, tp: int) -> torch.Tensor:
-    """A copy: the whole tensor is not kept alive for it."""
+def _slice_tensor(full: torch.Tensor, record: CacheRecord, rank: int, tp: int) -> torch.Tensor:
+    """Slice a copy, which does not keep the full tensor alive."""
     assert record.dim is not None
-    return slice_block(whole, record.dim, Split.decode(record.split), rank, tp).clone()
+    return slice_block(full, record.dim, Split.decode(record.split), rank, tp).clone()
 
 
 @lru_cache(maxsize=256)
-def _slice_cache(split: tuple[int, ...], rank: int, tp: int) -> int:
+def _find_local_size(split: tuple[int, ...], rank: int, tp: int) -> int:
     return Split.decode(split).local_length(rank, tp)

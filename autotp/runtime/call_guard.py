@@ -1,6 +1,6 @@
-"""Around a call of a sharded model: what goes wrong is told with where this rank was.
+"""A guard around the calls of a sharded model: errors say where this rank was.
 
-A call that goes well pays for one frame and the time of day.
+A call that succeeds pays for one stack frame and a clock reading.
 """
 
 import time
@@ -26,9 +26,9 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 def guard_call(forward: Forward) -> Forward:
-    """The forward of a sharded model, whose errors about lost ranks become one GroupError.
+    """Wrap the forward of a sharded model so that errors about lost ranks become a GroupError.
 
-    Constraints: in compiled code errors are the backend's own, since nothing of ours runs then.
+    Constraints: in compiled code, errors are the backend's own.
     """
 
     @wraps(forward)
@@ -45,7 +45,7 @@ def guard_call(forward: Forward) -> Forward:
             raise
         if model.sharded_state.fresh:
             model.sharded_state.fresh = False
-            release_memory()  # what a graph's first run, and its capture, leave
+            release_memory()  # left by a capture and the first run of its graph
         return result
 
     return call
@@ -58,8 +58,8 @@ def _compare_call(
     inputs = flatten_caches(signature.bind(args, kwargs))
     state.note_mode(model)
     key = find_key(signature.model, inputs, state.mode)
-    held = [variant.holds(inputs) for variant in state.variants.get(key, ())]
-    number = held.index(True) + 1 if True in held else 0
+    accepted = [variant.accepts(inputs) for variant in state.variants.get(key, ())]
+    number = accepted.index(True) + 1 if True in accepted else 0
     compare(signature.model, f"{key} ({number or 'not captured yet'})", inputs)
 
 

@@ -1,4 +1,4 @@
-"""The layers of a sharded model, and what neither they nor the whole model can do."""
+"""The layers of a sharded model, and what neither they nor the model can do."""
 
 import copy
 import functools
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 class FixedModule(nn.Module):
-    """A module whose code has dtypes and a device baked in; it copies, but does not pickle."""
+    """A module whose code fixes dtypes and device; it can be copied, but not pickled."""
 
     def _apply(self: T, fn: Callable[..., torch.Tensor], recurse: bool = True) -> T:
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
@@ -35,22 +35,23 @@ class FixedModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def __deepcopy__(self: T, memo: dict[int, Any]) -> T:
-        """A copy with its own parameters and the same generated code."""
+        """Copy the module: with its own parameters and the same generated code."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuses: the class and its code are made at run time."""
+        """Refuse to pickle: the class and its code are generated at run time."""
         raise PlanError(
-            f"{type(self).__name__}: a sharded model cannot be pickled, since its class and code "
-            "are made at run time. Save its state_dict() instead, or copy it with copy.deepcopy."
+            f"{type(self).__name__}: a sharded model cannot be pickled, because its class and "
+            "code are generated at run time. Save its state_dict() instead, or copy it with "
+            "copy.deepcopy."
         )
 
 
 class Layer(FixedModule):
-    """A layer of a sharded model: one function a variant, chosen by the caller."""
+    """A layer of a sharded model: one function per variant, selected by the caller."""
 
     sharded_functions: dict[str, Function]
 
@@ -60,28 +61,27 @@ class Layer(FixedModule):
         variant: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What the layer's part of the graph gives."""
+        """Run the layer's graph of the variant."""
         if variant is None or kwargs:
             raise PlanError(
-                f"{type(self).__name__}: a layer of a sharded model runs only inside the whole "
-                f"model, whose code names its variant ({', '.join(self.sharded_functions)}). "
-                "Call the whole model."
+                f"{type(self).__name__}: a layer of a sharded model runs only as part of the model, "
+                f"which selects its variant ({', '.join(self.sharded_functions)}). Call the model."
             )
         return self.sharded_functions[variant](self, *args)
 
     def train(self: T, mode: bool = True) -> T:
-        """The layer itself; refuses a mode that is not the whole model's."""
+        """Return the layer; refuse another mode than the model's."""
         if mode != self.training:
-            word = "train" if mode else "eval"
+            method = "train" if mode else "eval"
             raise PlanError(
-                f"{type(self).__name__}: {word}() on one layer of a sharded model has no effect, "
-                f"since the whole model chooses its code. Call {word}() on the whole model."
+                f"{type(self).__name__}: {method}() on one layer of a sharded model has no effect, "
+                f"because the model selects its code. Call {method}() on the model."
             )
         return self
 
 
 def prepare_root(model: nn.Module, graphs: LayeredGraph) -> fx.Graph:
-    """A copy of the root's graph that calls each layer with its variant, which the layer gets."""
+    """Copy the root's graph so that it calls each layer with its variant, and add that to the layer."""
     names = {
         path: add_function(_make_layer(model, path), compile_graph(g))
         for path, g in graphs.layers.items()
@@ -102,7 +102,7 @@ def _make_layer(model: nn.Module, path: str) -> Layer:
 
 
 def add_function(layer: Layer, new: Function) -> str:
-    """The name under which `layer` runs `new`, the same for the same function."""
+    """Add `new` to `layer` and give its name, the same for the same function."""
     for name, known in layer.sharded_functions.items():
         if known is new:
             return name
@@ -113,12 +113,12 @@ def add_function(layer: Layer, new: Function) -> str:
 
 @functools.cache
 def make_layer_class(original: type[nn.Module]) -> type[Layer]:
-    """The class of sharded layers of class `original`; one a class, since compilers guard on it."""
+    """Make the class of sharded layers of class `original`, once: compilers guard on it."""
     return type(original.__name__, (Layer, original), copy_identity(original))
 
 
 def copy_identity(original: type[nn.Module]) -> dict[str, Any]:
-    """The attributes by which a class is known: module, qualified name and documentation."""
+    """Copy the module, qualified name and documentation of a class."""
     names = ("__module__", "__qualname__", "__doc__")
     return {name: getattr(original, name) for name in names}
 
@@ -126,11 +126,12 @@ def copy_identity(original: type[nn.Module]) -> dict[str, Any]:
 def _check_change(
     model: str, name: str, tensor: torch.Tensor, change: Callable[..., torch.Tensor]
 ) -> None:
-    """Raises if `change` alters dtype or device, tried on an empty tensor of the same kind."""
+    """Raise PlanError if `change` alters dtype or device, tried on an empty tensor."""
     old = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     new = change(old)
     if (new.dtype, new.device) != (old.dtype, old.device):
         raise PlanError(
-            f"{model}: {name} is {old.dtype} on {old.device}, and so is the code; it cannot become "
-            f"{new.dtype} on {new.device}. Convert the whole model first, then parallelize it."
+            f"{model}: {name} is {old.dtype} on {old.device}, and the generated code is for that; it "
+            f"cannot become {new.dtype} on {new.device}. Convert the unsharded model first, then "
+            "parallelize it."
         )

@@ -1,4 +1,4 @@
-"""A flat graph in layers: what the outliner makes and what a sharded model runs."""
+"""A graph outlined into layers, as a sharded model runs it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ __all__ = ["ConditionalGraph", "LayeredGraph"]
 
 @dataclass(frozen=True, slots=True)
 class LayeredGraph:
-    """A root graph, a graph for each layer path, and where their nodes come from.
+    """A root graph, one graph per layer path, and the origin of their nodes.
 
-    - `root` calls `call_module` at the layer's path; a layer with several results gives a tuple.
+    - `root` calls `call_module` at the layer's path; a layer with several results returns a tuple.
     - `layers`: in the order of the calls; `get_attr` targets are relative to the layer.
     - `origin`: new node to the name of the flat node whose value it is. A call of a layer with
       several results has none (its `getitem` nodes have); a size may have several new nodes.
-    - `shorter`: graphs that give the same where more is known of a call, the shortest first.
+    - `shorter`: graphs with equal results under further conditions, the shortest first.
     """
 
     root: fx.Graph
@@ -29,7 +29,7 @@ class LayeredGraph:
 
 @dataclass(frozen=True, slots=True)
 class ConditionalGraph:
-    """A graph that gives the same in calls for which the conditions hold."""
+    """A graph whose results are equal in calls that satisfy the conditions."""
 
     conditions: frozenset[Condition]
     graph: LayeredGraph

@@ -1,6 +1,6 @@
 """The sharded model: an instance of the model's own class whose forward runs generated code.
 
-One tree of modules holds all parameters, at the model's own paths. Each variant (inputs present,
+One tree of modules stores all parameters, at the model's own paths. Each variant (inputs present,
 mode, constants) adds one function to the root and one to each layer. The root's code names the
 layer's variant as a constant, so nothing is set for the duration of a call: recomputation in a
 backward pass, threads and exceptions find the right function with no further care.
@@ -39,7 +39,7 @@ from autotp.runtime.unsupported import (
     override_unsupported,
     refuse_gradients,
     refuse_to_run,
-    refuse_whole,
+    refuse_full_weights,
 )
 from autotp.runtime.variant import Signature, Variant, describe_mode, find_key
 from autotp.runtime.yielding import yield_to_child
@@ -49,34 +49,34 @@ __all__ = ["CaptureVariant", "Layer", "ShardedModel", "State", "Store", "add_var
 T = TypeVar("T", bound=nn.Module)
 _CAPTURING = threading.RLock()
 CaptureVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]
-"""Captures a model for inputs in its present mode, and calls `add_variant`."""
+"""A function that captures a model for inputs in its present mode, and calls `add_variant`."""
 
 
 class Store(Protocol):
-    """What brings a model's parts together: to one rank, or to disk."""
+    """What gathers the shards of a model, to one rank or to disk."""
 
     def save(self, model: "ShardedModel", directory: Path, max_shard_size: int | str) -> None:
-        """Writes the whole model as Transformers would."""
+        """Save the full model as Transformers would."""
         ...
 
     def state_dict(self, model: "ShardedModel", *, rank0_only: bool) -> dict[str, torch.Tensor]:
-        """The whole tensors on the CPU."""
+        """Gather the full tensors on the CPU."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class State:
-    """What a sharded model knows beside its parameters.
+    """The state of a sharded model besides its parameters.
 
-    - `write_source`: the model that it was made of, without memory, of which `capture_variant` captures
-      further calls. `caches`: how calls so far have laid out the tensors of a cache, by path.
-    - `mode`: of the whole model and its submodules, as of the last call that was not compiled.
-    - `imagined`: no group of processes stands behind the rank, so that it cannot be called.
-    - `granted`: what `Variant.granted` said of the call that is being compiled.
-    - `modules`, `flags`: all modules, and which of them trained when `mode` was noted.
+    - `source`: the original model without memory, from which `capture_variant` captures further
+      calls. `caches`: how calls so far have laid out the tensors of a cache, by path.
+    - `mode`: of the model and its submodules, as of the last call that was not compiled.
+    - `imagined`: the model was built with `rank=`, without a process group, and cannot be called.
+    - `granted`: the graph number (`Variant.find_shorter`) of the call that is being compiled.
+    - `modules`, `flags`: all modules, and their `training` flags when `mode` was noted.
     - `fresh`: graphs were added since the last call.
-    - `group`: in which the model runs, with the rank in it; `watched`: its processes may be lost,
-      so that errors say where a rank waited. `compare`: in debug mode, what compares its calls.
+    - `group`: the group, with this rank in it; `watched`: its processes may be lost, so errors say
+      where a rank waited. `compare`: in debug mode, what compares the calls of all ranks.
     """
 
     plan: Plan
@@ -97,23 +97,23 @@ class State:
     compare: Comparison | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "State":
-        """A state that shares plans, variants and the maker, and can grow on its own."""
+        """Copy the state: plans and variants are shared, and each copy can add its own variants."""
         variants = {key: list(found) for key, found in self.variants.items()}
         return replace(self, variants=variants, modules=(), flags=())
 
     def note_mode(self, model: nn.Module) -> None:
-        """Learns in which mode the model and its modules are now."""
+        """Note the present mode of the model and its modules."""
         self.modules = self.modules or tuple(model.modules())
         flags = tuple([module.training for module in self.modules])
         if flags != self.flags:
             self.flags, self.mode = flags, describe_mode(model)
 
     def __str__(self) -> str:
-        """Whose part it is: `rank 1 of 4`."""
+        """Name the rank: `rank 1 of 4`."""
         return f"rank {self.group.rank} of {self.plan.tp}"
 
-    def all(self) -> dict[str, Variant]:
-        """Each variant by its key; further ones of the same key are numbered."""
+    def list_variants(self) -> dict[str, Variant]:
+        """List each variant by its key; further ones of the same key are numbered."""
         return {
             key if i == 1 else f"{key} ({i})": variant
             for key, found in self.variants.items()
@@ -122,14 +122,26 @@ class State:
 
 
 class ShardedModel(FixedModule):
-    """One rank's part of a model: the model's class, names and outputs, the rank's parameters.
+    """One rank of a sharded model: the model's own class, names and outputs, with local shards.
 
-    Made by `autotp.parallelize`. `isinstance(sharded, type(model))` holds too.
+    Built by `autotp.parallelize` and `autotp.from_pretrained`; `isinstance(sharded, type(model))`
+    is true as well.
 
-    - `train()` and `eval()` switch the whole model, those of a part (a norm, a dropout) the part.
-      A plan without training holds no gradients.
-    - Inputs not seen before are captured on first use; `prepare(**inputs)` does so beforehand.
-    - Only the whole model can be called; its submodules hold parameters, hooks and configuration.
+        sharded = autotp.parallelize(model, tp=2, training=True)     # under torchrun, on each rank
+        output = sharded(input_ids=ids, labels=ids)                  # ids: (batch, sequence), int64
+        output.loss.backward()                                       # loss: (); gradients are local
+        sharded.save_pretrained("out")                               # the full model, from all ranks
+
+    - Inputs and outputs have the shapes of the original model and are equal on all ranks;
+      parameters have the shapes in `plan.parameters[name].shards[rank]`.
+    - `train()` and `eval()` switch the mode of the model, those of a submodule (a norm, a dropout)
+      that of the submodule.
+    - A new kind of call (inputs present, mode, constants) is captured on first use; `prepare(**inputs)`
+      captures it beforehand. Sizes are free, except where a guard of the graph fixes them.
+    - Only the model itself can be called; its submodules store parameters, hooks and configuration.
+
+    A call raises CaptureError if it cannot be captured, PlanError if the plan excludes it (gradients
+    without `training=True`, no process group), and GroupError if a rank is lost or late.
     """
 
     sharded_state: State
@@ -144,43 +156,50 @@ class ShardedModel(FixedModule):
     @yield_to_child
     @property
     def plans(self) -> dict[str, Plan]:
-        """The plan of each variant, by its key, e.g. `"input_ids, labels · train"`."""
-        return {key: variant.plan for key, variant in self.sharded_state.all().items()}
+        """The plan of each variant by its key, e.g. `"input_ids, labels · train"`."""
+        return {key: variant.plan for key, variant in self.sharded_state.list_variants().items()}
 
     @yield_to_child
     @property
     def variants(self) -> dict[str, Variant]:
-        """The variants captured so far, by key, the first of them the one planned for."""
-        return self.sharded_state.all()
+        """The variants captured so far, by key, starting with the one that was planned."""
+        return self.sharded_state.list_variants()
 
     @yield_to_child
     @property
     def rank(self) -> int:
-        """The place of this part in the tensor-parallel group."""
+        """This rank in the tensor-parallel group."""
         return self.sharded_state.group.rank
 
     @yield_to_child
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The first variant as a GraphModule that shares the parameters; made anew each time."""
+        """The first variant as a GraphModule that shares the parameters; built on each access.
+
+        Example: `print(sharded.graph_module.graph)`. See `view` for the others.
+        """
         return build_view(self, _get_variant(self, None))
 
     @yield_to_child
     def view(self, key: str | None = None) -> fx.GraphModule:
-        """A variant as a GraphModule that shares the parameters: it runs, prints, copies, exports.
+        """Build the variant `key` as a GraphModule that shares the parameters.
 
-        It takes the tensor inputs by name and returns the model's output type.
+        It takes the tensor inputs by name and returns the model's output type; it can be run,
+        printed, copied and exported. Raises PlanError for an unknown key.
         """
         return build_view(self, _get_variant(self, key))
 
     @yield_to_child
     def code(self, key: str | None = None) -> str:
-        """A variant as a Python module to read: the root, then each distinct layer once."""
+        """Write the variant `key` as a readable Python module: the root, then each distinct layer.
+
+        Raises PlanError for an unknown key.
+        """
         return write_source(_get_variant(self, key))
 
     @guard_call
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's own forward returns, computed by this rank and its group."""
+        """Run the model: the original forward's result, computed by this rank and its group."""
         given = self.sharded_signature.bind(args, kwargs)
         if self.sharded_state.imagined:
             refuse_to_run(type(self).__name__, str(self.sharded_state))
@@ -190,16 +209,16 @@ class ShardedModel(FixedModule):
 
     @yield_to_child
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Captures what a call with these arguments needs in the present mode; runs nothing."""
+        """Capture the graph of a call with these arguments in the present mode, without running it."""
         _find_or_capture(self, flatten_caches(self.sharded_signature.bind(args, kwargs)))
 
     @yield_to_child
     def key(self, *args: Any, **kwargs: Any) -> str:
-        """The key of a call with these arguments in the present mode."""
+        """Find the variant key of a call with these arguments in the present mode."""
         return _find_key(self, flatten_caches(self.sharded_signature.bind(args, kwargs)))
 
     def train(self: T, mode: bool = True) -> T:
-        """The model itself, in the mode asked for, which chooses among its graphs."""
+        """Set the mode, which selects among the graphs; PlanError for a plan without training."""
         model = cast("ShardedModel", self)
         if mode and not model.sharded_state.plan.training:
             refuse_gradients(type(model).__name__, "train() was called")
@@ -209,7 +228,7 @@ class ShardedModel(FixedModule):
         return self
 
     def requires_grad_(self: T, requires_grad: bool = True) -> T:
-        """The model itself, with all its parameters trained, or none."""
+        """Set `requires_grad` of all parameters; PlanError for a plan without training."""
         model = cast("ShardedModel", self)
         if requires_grad and not model.sharded_state.plan.training:
             refuse_gradients(type(model).__name__, "requires_grad_() was called")
@@ -218,30 +237,31 @@ class ShardedModel(FixedModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Loads what `state_dict()` gave on this rank; PlanError for whole weights."""
-        refuse_whole(self, state_dict)
+        """Load what `state_dict()` returned on this rank; PlanError for unsharded weights."""
+        refuse_full_weights(self, state_dict)
         return super().load_state_dict(state_dict, strict, assign)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Makes calls run compiled, by torch.compile with these options; sizes are free.
+        """Compile the calls with torch.compile and these options; sizes stay free.
 
-        Each kind of call is captured and compiled when it first comes.
+        Each kind of call is captured and compiled on first use.
         """
         self._compiled_call_impl = Compiled(self, _find_or_capture, kwargs)
 
     @yield_to_child
     def part(self, path: str) -> "ShardedModel":
-        """The module at `path`, such as an encoder, as a model that can be called by itself.
+        """Make the module at `path`, such as an encoder, a model that can be called by itself.
 
-        It keeps its place and its parameters, and is captured on first use.
+        It keeps its place and its parameters, and is captured on first use. Raises PlanError for a
+        layer, whose code belongs to the model.
         """
         module = self.get_submodule(path)
         if isinstance(module, ShardedModel):
             return module
         if isinstance(module, Layer):
             raise PlanError(
-                f"{type(self).__name__}: {path} is one of its layers, whose code is the whole "
-                "model's. Call the model, or the module that holds the layers."
+                f"{type(self).__name__}: {path} is one of its layers, which run only as part of the "
+                "model. Call the model, or the module that contains the layers."
             )
         whole, source = self.sharded_state.source, self.sharded_state.source.get_submodule(path)
         plan = restrict_plan(
@@ -267,28 +287,31 @@ class ShardedModel(FixedModule):
     def save_pretrained(
         self, save_directory: str | Path, *, max_shard_size: int | str = "50GB", **others: object
     ) -> None:
-        """Writes the whole model: the files, keys and shapes of the model's own save_pretrained.
+        """Save the full model: the files, keys and shapes of the model's own save_pretrained.
+
+        Example: `sharded.save_pretrained("out")` on every rank.
 
         Constraints:
-        - Every rank must call it; rank 0 writes, tensor by tensor, and holds no more than one of
-          them whole (or those that one converter of the checkpoint makes one).
-        - Files appear under their names when all are complete. Raises WeightsError on every rank.
-        - `others`: what the model's own method takes besides is refused, by PlanError.
+        - Every rank must call it; rank 0 gathers and writes one full tensor at a time (or those that
+          one converter of the checkpoint merges).
+        - Files get their names only when all are complete. Raises WeightsError on every rank if
+          writing fails, and PlanError for `others`: further arguments of the model's own method.
         """
         if others:
             raise PlanError(
-                f"{type(self).__name__}: save_pretrained() was called with {', '.join(others)}, as "
-                f"one rank alone does for a whole model, and {self.sharded_state} has no more than "
-                "its part. Call save_pretrained(directory) on every rank; of a Trainer, turn its "
-                'own saving off: save_strategy="no".'
+                f"{type(self).__name__}: save_pretrained() was called with {', '.join(others)}, which "
+                f"is for an unsharded model, but {self.sharded_state} has only its shards. Call "
+                "save_pretrained(directory) on every rank, and switch off the saving of a Trainer "
+                'with save_strategy="no".'
             )
         _get_store(self, "save_pretrained").save(self, Path(save_directory), max_shard_size)
 
     @yield_to_child
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """The whole model's `state_dict()`, on the CPU; `rank0_only`: empty on all other ranks.
+        """Gather the full model's `state_dict()`, of full shapes, on the CPU of every rank.
 
-        Constraints: every rank must call it.
+        Example: `weights = sharded.full_state_dict(rank0_only=True)`; `rank0_only` leaves it empty on
+        all other ranks. Every rank must call it. Raises PlanError without a process group.
         """
         return _get_store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
 
@@ -298,14 +321,14 @@ def _find_or_capture(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
         for name, value in inputs.items():
             tensors = value.leaves if isinstance(value, CacheState) else pytree.tree_leaves(value)
             if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-                refuse_gradients(type(model).__name__, f"the input {name!r} requires grad")
+                refuse_gradients(type(model).__name__, f"the input {name!r} requires a gradient")
     key = _find_key(model, inputs)
     return _find_variant(model, key, inputs) or _capture(model, key, inputs)
 
 
 def _find_variant(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Variant | None:
     for variant in model.sharded_state.variants.get(key, ()):
-        if variant.holds(inputs):
+        if variant.accepts(inputs):
             return variant
     return None
 
@@ -318,39 +341,42 @@ def _capture(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Varian
     with _CAPTURING:
         found = _find_variant(model, key, inputs)
         if found is None:
-            # a compiler that falls back to eager code here must not trace what captures
+            # a compiler that falls back to eager code here must not trace the capture
             variant = torch.compiler.disable(model.sharded_state.capture_variant)
             make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
-            # what a capture saves for a backward pass is nobody's to recompute or to store
+            # tensors saved during a capture must not reach the hooks of the caller
             with saved_tensors_hooks(_pass_through, _pass_through):
                 make(model, model.sharded_signature.spelled(inputs))
             found = _find_variant(model, key, inputs)
     if found is None:
         raise CaptureError(
-            _describe_unseen(model, key) + " Capturing at these sizes gave no graph for them."
+            _describe_unseen(model, key) + " A capture at these sizes gave a graph whose guards exclude them. Call it with other sizes."
         )
     return found
 
 
 def _describe_unseen(model: ShardedModel, key: str) -> str:
     known = "; ".join(model.sharded_state.variants) or "none"
-    return f"{type(model).__name__}: no graph for these sizes of ({key}); captured so far: {known}."
+    return (
+        f"{type(model).__name__}: there is no graph for these sizes of ({key}). Captured so far: "
+        f"{known}."
+    )
 
 
 def _find_key(model: ShardedModel, inputs: Mapping[str, Any]) -> str:
-    if not torch.compiler.is_compiling():  # a compiler guards on the words, not on each module
+    if not torch.compiler.is_compiling():  # a compiler guards on the mode, not on each module
         model.sharded_state.note_mode(model)
     return find_key(model.sharded_signature.model, inputs, model.sharded_state.mode)
 
 
 def _get_variant(model: ShardedModel, key: str | None) -> Variant:
-    variants = model.sharded_state.all()
+    variants = model.sharded_state.list_variants()
     if key is None and variants:
         return next(iter(variants.values()))
     if key not in variants:
         raise PlanError(
-            f"{type(model).__name__}: no variant {key!r}; captured so far: "
-            f"{'; '.join(variants) or 'none'}. Call prepare(**inputs) to add one."
+            f"{type(model).__name__}: there is no variant {key!r}. Captured so far: "
+            f"{'; '.join(variants) or 'none'}. Call prepare(**inputs) to capture one."
         )
     return variants[key]
 
@@ -362,12 +388,12 @@ def _pass_through(tensor: torch.Tensor) -> torch.Tensor:
 def add_variant(
     model: ShardedModel, key: str, program: Program, outlined: LayeredGraph, plan: Plan
 ) -> None:
-    """Makes `program`, outlined, what calls of `key` run where its guards hold."""
+    """Add `program`, outlined, as the variant for calls of `key` that satisfy its guards."""
     for name, tensor in program.lifted.items():
         if name not in model._buffers:  # pyright: ignore[reportPrivateUsage]
             model.register_buffer(name, tensor.to(model.sharded_state.device), persistent=False)
     shorter = [(s.conditions, prepare_root(model, s.graph)) for s in outlined.shorter]
-    # the flat graph is what was planned; what runs is outlined, and a graph weighs megabytes
+    # the outlined graphs run, so the flat one, megabytes large, is dropped
     ran = replace(program, graph=fx.Graph())
     variant = Variant.of(key, ran, outlined, plan, prepare_root(model, outlined), shorter)
     model.sharded_state.variants.setdefault(key, []).append(variant)
@@ -378,16 +404,16 @@ def _get_store(model: ShardedModel, method: str) -> Store:
     state = model.sharded_state
     if state.store is None or state.imagined:
         raise PlanError(
-            f"{type(model).__name__}: {method}() was called as {state}, and the parts of the "
-            "others are not here. Call it in each of the processes that torchrun "
-            f"--nproc-per-node {state.plan.tp} your_script.py starts."
+            f"{type(model).__name__}: {method}() was called on {state} without a process group, so "
+            "the shards of the other ranks cannot be gathered. Call it in each process started by "
+            f"torchrun --nproc-per-node {state.plan.tp} your_script.py."
         )
     return state.store
 
 
 @functools.cache
 def make_model_class(original: type[nn.Module]) -> type[ShardedModel]:
-    """The class of sharded models of class `original`, with its signature."""
+    """Make the class of sharded models of class `original`, with its signature."""
 
     def call(self: ShardedModel, *args: Any, **kwargs: Any) -> Any:
         return ShardedModel.forward(self, *args, **kwargs)

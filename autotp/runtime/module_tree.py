@@ -1,8 +1,7 @@
-"""The tree of modules that holds a rank's parameters: the model's own, with other tensors in it.
+"""The module tree of a sharded model: a copy of the original with local tensors.
 
-The copy is made by `copy.deepcopy` with a memo that answers for every parameter and buffer, so a
-whole weight is never copied, and names, order, ties, hooks and non-persistent buffers are the
-model's by construction.
+`copy.deepcopy` gets a memo with the local tensor of every parameter and buffer, so that no full
+weight is copied, and names, order, ties, hooks and non-persistent buffers are kept by construction.
 """
 
 import copy
@@ -43,17 +42,17 @@ def build_tree(
     imagined: bool = False,
     baked: Iterable[int] = (),
 ) -> ShardedModel:
-    """A sharded model without variants: the structure of `model` around the local `tensors`.
+    """Build a sharded model without variants: the structure of `model` with the local `tensors`.
 
     Constraints:
     - `tensors`: one for each parameter, under any of its names, on `device`; buffers may be among
       them, the others are copied from the model.
-    - `baked`: the hooks of `model` whose work its graphs do, and which the tree does not get.
-    - `source`: `model` without memory, of which `capture_variant` captures further calls.
+    - `baked`: the hooks of `model` that its graphs include, and which the tree does not get.
+    - `source`: `model` without memory, from which `capture_variant` captures further calls.
     - `store`: what saves the model and gathers its tensors.
-    - `imagined`: it is to be looked at, and refuses to be called.
-    - Parameters require grad where the plan has a backward pass and the model's do.
-    - `model` is left as it was, and no storage is shared with it.
+    - `imagined`: it is for inspection, and refuses to be called.
+    - Parameters require gradients if the plan has a backward pass and the model's do.
+    - `model` is unchanged, and no storage is shared with it.
     """
     refuse_sharded(model)
     memo = copy_leftovers(model) | _copy_buffers(model, tensors, device)
@@ -79,16 +78,16 @@ def build_tree(
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raises PlanError for a model of which this rank holds a part only."""
+    """Raise PlanError for a model that is sharded already."""
     if isinstance(model, ShardedModel):
         raise PlanError(
-            f"{type(model).__name__}: is sharded already ({model.sharded_state}). Give the whole "
-            "model."
+            f"{type(model).__name__}: the model is sharded already ({model.sharded_state}). Give the "
+            "unsharded model."
         )
 
 
 def _drop_hooks(tree: nn.Module, baked: Iterable[int]) -> None:
-    """Takes the forward hooks of these numbers out of the tree."""
+    """Remove the forward hooks with these numbers from the tree."""
     for module in tree.modules():
         for name in _FORWARD_HOOKS:
             for number in baked:
@@ -100,10 +99,10 @@ def _copy_parameters(
 ) -> dict[int, Any]:
     named = model.named_parameters(remove_duplicate=False)
     return {
-        id(whole): nn.Parameter(
-            _copy_if_shared(_find_given(names, tensors), whole), training and whole.requires_grad
+        id(full): nn.Parameter(
+            _copy_if_shared(_find_given(names, tensors), full), training and full.requires_grad
         )
-        for whole, names in _group_by_tensor(named)
+        for full, names in _group_by_tensor(named)
     }
 
 
@@ -112,15 +111,15 @@ def _copy_buffers(
 ) -> dict[int, Any]:
     named = model.named_buffers(remove_duplicate=False)
     return {
-        id(whole): _copy_buffer(whole, names, tensors, device)
-        for whole, names in _group_by_tensor(named)
+        id(full): _copy_buffer(full, names, tensors, device)
+        for full, names in _group_by_tensor(named)
     }
 
 
 def _group_by_tensor(
     named: Iterable[tuple[str, torch.Tensor]],
 ) -> list[tuple[torch.Tensor, list[str]]]:
-    """Each tensor once, with all its names."""
+    """List each tensor once, with all its names."""
     found: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in named:
         found.setdefault(id(tensor), (tensor, []))[1].append(name)
@@ -132,28 +131,28 @@ def _find_given(names: list[str], tensors: Mapping[str, torch.Tensor]) -> torch.
         if name in tensors:
             return tensors[name]
     raise WeightsError(
-        f"{names[0]}: no local tensor among the {len(tensors)} given. Give one under "
+        f"{names[0]}: the {len(tensors)} local tensors do not include it. Give one under "
         f"{' or '.join(names)}."
     )
 
 
 def _copy_buffer(
-    whole: torch.Tensor, names: list[str], tensors: Mapping[str, torch.Tensor], device: torch.device
+    full: torch.Tensor, names: list[str], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     for name in names:
         if name in tensors:
-            return _copy_if_shared(tensors[name], whole)
-    if whole.is_meta and device.type != "meta":
+            return _copy_if_shared(tensors[name], full)
+    if full.is_meta and device.type != "meta":
         raise WeightsError(
-            f"{names[0]}: a buffer of {tuple(whole.shape)} on the meta device has no values to put "
+            f"{names[0]}: a buffer of {tuple(full.shape)} on the meta device has no values to put "
             f"on {device}. Build the model on a real device, or give the buffer's values."
         )
-    return whole.detach().to(device, copy=True)
+    return full.detach().to(device, copy=True)
 
 
-def _copy_if_shared(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """The tensor `local`, copied if it is a view of `whole`."""
+def _copy_if_shared(local: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    """Give `local`, copied if it is a view of `full`."""
     local = local.detach()
-    shared = not local.is_meta and not whole.is_meta
-    shared = shared and local.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    shared = not local.is_meta and not full.is_meta
+    shared = shared and local.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
     return local.clone() if shared else local

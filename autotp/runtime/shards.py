@@ -1,4 +1,4 @@
-"""A rank's parts of the parameters of a model that is whole in this process."""
+"""A rank's shards of the parameters of an unsharded model in this process."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,20 +19,20 @@ __all__ = ["slice_parameters", "restrict_plan"]
 def slice_parameters(
     parameters: Mapping[str, Tensor], plan: Plan, where: Group, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a rank holds of each parameter, copied to `device`."""
-    for name, whole in parameters.items():
+    """Slice each parameter for a rank and copy the shard to `device`."""
+    for name, full in parameters.items():
         record = plan.parameters[name]
-        check_values(name, whole, device)
-        local = whole.detach()
+        check_values(name, full, device)
+        local = full.detach()
         if record.dim is not None:
             split = Split.decode(record.split)
             local = slice_block(local, record.dim, split, where.rank, where.size)
         yield name, local.to(device, copy=True).contiguous()
 
 
-def restrict_plan(plan: Plan, whole: SourceModel, part: SourceModel) -> Plan:
+def restrict_plan(plan: Plan, full: SourceModel, part: SourceModel) -> Plan:
     """Give the plan of a submodule, with the names that its parameters have in it."""
-    named = {id(tensor): name for name, tensor in whole.parameters.items()}
+    named = {id(tensor): name for name, tensor in full.parameters.items()}
     parameters = {
         name: replace(plan.parameters[named[id(tensor)]], name=name)
         for name, tensor in part.parameters.items()

@@ -108,9 +108,9 @@ def describe_call(
         target,
         args,
         kwargs,
-        tuple(sizes.of(t) for t in tensors),
+        tuple(sizes.read(t) for t in tensors),
         tuple(t.dtype for t in tensors),
-        tuple(sizes.of(metas[k]) for k in sorted(metas)),
+        tuple(sizes.read(metas[k]) for k in sorted(metas)),
         tensors[0].device.type,
     )
 
@@ -149,7 +149,7 @@ def _open_leaf(x: Any, sizes: Sizes) -> Any:
     if isinstance(x, fx.Node):
         value = x.meta.get("val")
         if isinstance(value, torch.SymInt):
-            return sizes.of_number(value)
+            return sizes.read_number(value)
         raise _UnfitError(f"its argument {x.name} is computed")
     if isinstance(x, list | tuple):
         return [_open_leaf(i, sizes) for i in cast("Sequence[Any]", x)]

@@ -37,7 +37,7 @@ def _summarise_cache(
 ) -> CacheRecord:
     analysis, placement = findings.analysis, findings.decision.caches[kept.number]
     meta = analysis.metas[kept.value]
-    size = pricing.bytes(meta)
+    size = pricing.count_bytes(meta)
     split = analysis.split(kept.value, placement)
     if split is None:
         return CacheRecord(kept.path, bytes=size)

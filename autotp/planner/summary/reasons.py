@@ -68,20 +68,27 @@ class Reasons:
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
             home = self.found.matching.home[name]
-            return self._explain_too_few_units(pair) if self._has_too_few_units(home, pair) else self._explain_paired(name, home)
+            return (
+                self._explain_too_few_units(pair)
+                if self._has_too_few_units(home, pair)
+                else self._explain_paired(name, home)
+            )
         if product := self._find_summed_product(name):
             return f"bias of the row-parallel {product}: added once, after the sum"
-        if layout == "norm" and self.repeated[star_layers(name)] <= DETAIL * self._count_all_bytes():
+        if (
+            layout == "norm"
+            and self.repeated[star_layers(name)] <= DETAIL * self._count_all_bytes()
+        ):
             return "it scales or shifts what every rank holds model"
         return self._explain_unpaired(name)
 
     def explain_segments(self, split: Split, dim: int, axis: str) -> str:
         """Why every rank holds a part of a parameter that is cut; empty if there is none."""
-        if not split.model():
+        if not split.whole():
             return ""
         word = axis.rpartition(".")[2]
         return (
-            f"segments of dim {dim} without {word} are model on every rank: {split.model()} of its "
+            f"segments of dim {dim} without {word} are model on every rank: {split.whole()} of its "
             f"{split.length()} elements"
         )
 
@@ -123,7 +130,9 @@ class Reasons:
 
     def _explain_unpaired(self, name: str) -> str:
         """Why a parameter of no pair stays model: it is cut where that costs nothing."""
-        axes = [a for dim in self._list_dims(name) for a in self.layouts.analysis.forest.leaves(dim)]
+        axes = [
+            a for dim in self._list_dims(name) for a in self.layouts.analysis.forest.leaves(dim)
+        ]
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
@@ -154,15 +163,13 @@ class Reasons:
         if stop.node is None:
             return f"an output of the model needs it model, {self._describe_collective('gather', stop)}"
         if not stop.why:
-            return (
-                f"{describe_place(stop.node)} leaves a partial sum, {self._describe_collective('reduce', stop)}"
-            )
+            return f"{describe_place(stop.node)} leaves a partial sum, {self._describe_collective('reduce', stop)}"
         price = f", {self._describe_collective('gather', stop)}"
         weight = stop.value in self.found.analysis.weights
         return f"{describe_place(stop.node)} {stop.why}" + ("" if weight else price)
 
     def _describe_collective(self, kind: str, stop: Stop) -> str:
-        size = self.pricing.bytes(self.found.analysis.metas[stop.value])
+        size = self.pricing.count_bytes(self.found.analysis.metas[stop.value])
         return f"an all-{kind} of {size} bytes there"
 
     def _list_dims(self, name: str) -> tuple[tuple[Atom, ...], ...]:

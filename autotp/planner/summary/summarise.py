@@ -117,7 +117,9 @@ class _Summary:
                 "reduce_dtype": _dtype_name(call.request.reduce_dtype),
                 **_describe_rules(call.request),
             },
-            choices={n.name: self._label_strategy(s) for n, s in self.found.decision.strategies.items()},
+            choices={
+                n.name: self._label_strategy(s) for n, s in self.found.decision.strategies.items()
+            },
             unused_fraction=unused,
             discovered=list_discovered_rules(self.analysis),
             differing=list_differing_ops(self.found, tp=call.tp, training=call.training),
@@ -170,7 +172,9 @@ class _Summary:
             expression=self.forest.text(self._find_dim(pair, carrying), names),
             module=module,
             split=bool(cut.parts),
-            note=self._describe_copies(cut) or self._describe_split_experts(pair) if cut.parts else self.reasons.explain_pair(pair),
+            note=self._describe_copies(cut) or self._describe_split_experts(pair)
+            if cut.parts
+            else self.reasons.explain_pair(pair),
         )
 
     def _find_dim(self, pair: AxisPair, axes: Sequence[Atom]) -> Dim:
@@ -252,7 +256,9 @@ class _Summary:
             dtype=dtype_name(tensor.dtype),
             bytes=tensor.nbytes,
             split=split.encode() if split else (),
-            shards=tuple(self._describe_shard(tensor, placement, split, r) for r in range(self.call.tp)),
+            shards=tuple(
+                self._describe_shard(tensor, placement, split, r) for r in range(self.call.tp)
+            ),
             placement=(PlacementRecord(placement.kind, placement.dim, axis or ""),),
             reason=self.reasons.explain_segments(split, placement.dim, axis or "")
             if split
@@ -296,7 +302,7 @@ class _Summary:
     def _summarise_collective(self, run: EmittedCollective) -> CollectiveRecord:
         ranks = run.ranks or self.call.tp
         shares = run.shares or (Fraction(1),) * len(run.metas)
-        size = self.pricing.summed if run.kind in SUMS else self.pricing.bytes
+        size = self.pricing.count_sum_bytes if run.kind in SUMS else self.pricing.count_bytes
         payload = sum(
             count_moved_bytes(run.kind, size(m), ranks, share)
             if run.kind != "all_reduce"
