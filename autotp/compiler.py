@@ -151,7 +151,7 @@ class ModelCompiler:
         else:
             self.program = self._capture(given)
         self._check_stage("capture", find_program_faults(self.program, self._tensors()))
-        self.inputs = Signature.of(model).spelled(flatten_caches(given))
+        self.inputs = Signature.of(model).add_implied(flatten_caches(given))
         self.analysis = propagate(
             self.program,
             list(self.whole.parameters),
@@ -287,7 +287,7 @@ class ModelCompiler:
         Its weights will be read onto a real device, and code that asks for the device may take
         another branch on meta.
         """
-        inputs = Signature.of(self.model).spelled(flatten_caches(given))
+        inputs = Signature.of(self.model).add_implied(flatten_caches(given))
         if is_meta(self.model):
             bare, cpu = copy_without_memory(self.model), torch.device("cpu")
             return capture(bare, copy_without_values(inputs, cpu), gradients=self.training)

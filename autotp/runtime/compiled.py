@@ -1,69 +1,45 @@
-"""A sharded model's calls, compiled: one compilation for each kind of call, whatever its sizes.
+"""Compiled calls of a sharded model: one compilation for each kind of call, for all sizes.
 
-What a compiler cannot see is settled before it is asked: the variant that answers, captured if need
-be, by the values of a mask the shortest of its graphs, and a rank's part of a whole cache.
+What a compiler cannot trace is done before: finding the variant (captured if necessary), the
+shortest of its graphs for the values of the masks, and slicing full caches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
 from autotp.capture.cache import flatten_caches
 from autotp.capture.program import name_leaves
 from autotp.runtime.cache_shards import slice_full_caches
-from autotp.runtime.group.process_group import Group
-from autotp.runtime.variant import Signature, Variant
+from autotp.runtime.variant import Variant
 
-__all__ = ["Callee", "Compiled", "Granting"]
+if TYPE_CHECKING:
+    from autotp.runtime.model import ShardedModel
 
+__all__ = ["Compiled"]
 
-class Granting(Protocol):
-    """What holds the number of the graph that the call being compiled runs (`Variant.granted`)."""
-
-    granted: int
-    group: Group
-
-
-class Callee(Protocol):
-    """A sharded model, as what compiles its calls sees it."""
-
-    @property
-    def sharded_signature(self) -> Signature:
-        """What its forward takes."""
-        ...
-
-    @property
-    def sharded_state(self) -> Granting:
-        """Its state."""
-        ...
-
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-M = TypeVar("M", bound=Callee)
 # Any: arguments and results of a model.
-Call: TypeAlias = Callable[[Callee, int, Sequence[Any], Mapping[str, Any]], Any]
+Call: TypeAlias = "Callable[[ShardedModel, int, Sequence[Any], Mapping[str, Any]], Any]"
+Find: TypeAlias = "Callable[[ShardedModel, Mapping[str, Any]], Variant]"
 
 
 class Compiled:
-    """Calls `model`, each kind of call by a function of its own that is compiled when it comes.
+    """Calls `model`, with one function for each kind of call, compiled on first use.
 
-    - `find`: the variant that answers a call with these inputs, captured if need be.
+    - `find`: finds the variant for the inputs of a call, and captures it if necessary.
     - `options`: of torch.compile. Sizes are free unless `dynamic` says otherwise.
     """
 
-    def __init__(
-        self, model: M, find: Callable[[M, Mapping[str, Any]], Variant], options: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, model: "ShardedModel", find: Find, options: Mapping[str, Any]) -> None:
         self.model, self.find = model, find
         self.options = dict(options)
         self.known: dict[tuple[Variant, int], Call] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
-        if torch.compiler.is_compiling():  # a larger model is compiled, and this one with it
+        """Run the compiled model."""
+        if torch.compiler.is_compiling():  # as part of a larger model
             return _call_model(self.model, 0, args, kwargs)
         given = self.model.sharded_signature.bind(args, kwargs)
         inputs = flatten_caches(given)
@@ -71,7 +47,7 @@ class Compiled:
         plan, rank = variant.plan, self.model.sharded_state.group.rank
         inputs = slice_full_caches(given, inputs, plan.caches, rank, plan.tp)
         leaves = name_leaves(inputs)
-        number = variant.granted(leaves)
+        number = variant.find_shorter(leaves)
         if (variant, number) not in self.known:
             if self.options.get("dynamic") is not False:
                 _mark_dynamic(variant, leaves)
@@ -83,20 +59,22 @@ class Compiled:
         return self.known[variant, number](self.model, number, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Compiled":
-        """Calls of the model's copy, to be compiled anew."""
+        """Make the calls of the model's copy, which are compiled again."""
         return Compiled(memo[id(self.model)], self.find, self.options)
 
 
 def _mark_dynamic(variant: Variant, leaves: Mapping[str, Any]) -> None:
-    """Tells a compiler which sizes will change, which it would learn by compiling twice."""
+    """Tell the compiler which sizes vary, which it would otherwise learn by compiling twice."""
     for name in variant.program.inputs:
         for dim in variant.program.data_dims[name]:
             torch._dynamo.maybe_mark_dynamic(leaves[name], dim)  # pyright: ignore
 
 
-def _call_model(model: Callee, granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call_model(
+    model: "ShardedModel", granted: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     model.sharded_state.granted = granted  # while this is traced, not while it runs
     try:
-        return model._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
+        return model._call_impl(*args, **kwargs)
     finally:
         model.sharded_state.granted = 0

@@ -1,9 +1,9 @@
-"""The methods by which a sharded model makes words; where they differ from the model's own.
+"""The generation methods of a sharded model, where they differ from the model's own.
 
-Each process has random numbers and a clock of its own. Words drawn from equal logits are equal only
-if those numbers are, so the ranks take over the state of rank 0 when words are asked for. With the
-same seed on all ranks that changes nothing. And what may look at a clock to end the words is asked
-of rank 0: a rank that ended alone would leave the others waiting.
+Each process has its own random state and clock. Tokens sampled from equal logits are equal only if
+the random states are, so `generate` gives all ranks the state of rank 0, which changes nothing if
+all have the same seed. Stopping criteria that may read a clock are evaluated on rank 0: a rank that
+stopped alone would leave the others waiting.
 """
 
 import functools
@@ -23,16 +23,16 @@ __all__ = ["override_generation", "share_random_state"]
 
 _EXPANDS: Final = "_expand_inputs_for_generation"
 _STOPS: Final = "_get_stopping_criteria"
-_ASKED_APART: Final = "_supports_mm_encoder_outputs"
-"""What Transformers asks before it calls the towers of images and videos by themselves."""
+_SEPARATE_TOWERS: Final = "_supports_mm_encoder_outputs"
+"""The property that Transformers reads before it calls the towers of images and videos alone."""
 
 _SEEN: Final = ("pixel_values", "image_patches")
 _ALIKE: Final = ("MaxLengthCriteria", "EosTokenCriteria", "StopStringCriteria")
-"""What ends the words by looking at them alone: they are the same on all ranks."""
+"""Stopping criteria that depend on the tokens alone, and so agree on all ranks."""
 
 
 def override_generation(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The methods of `original` that make words, as its sharded models have them; by name."""
+    """Give the generation methods of `original` for its sharded models, by name."""
     own: dict[str, Callable[..., Any]] = {}
     generate = cast("Callable[..., Any] | None", getattr(original, "generate", None))
     if generate is not None:
@@ -42,23 +42,23 @@ def override_generation(original: type[nn.Module]) -> dict[str, Callable[..., An
     encoder = cast("Callable[..., Any] | None", getattr(original, "get_encoder", None))
     if encoder is not None:
         own["get_encoder"] = _prepare_encoder(encoder)
-    if hasattr(original, _ASKED_APART):
-        own[_ASKED_APART] = _refuse_separate_towers
+    if hasattr(original, _SEPARATE_TOWERS):
+        own[_SEPARATE_TOWERS] = _refuse_separate_towers
         own[_EXPANDS] = _expand_inputs(getattr(original, _EXPANDS))
     return own
 
 
 def share_random_state(group: Group) -> None:
-    """Gives every rank of the group the random state of rank 0, the CPU's and its device's.
+    """Give every rank of the group the random state of rank 0, of the CPU and the device.
 
-    Constraints: every rank must call it; a group without processes is left alone.
+    Constraints: every rank must call it; without processes it does nothing.
     """
     if group.size == 1 or not group_exists(group.name):
         return
     on_cuda = group.device.type == "cuda"
     states = [torch.get_rng_state()]
     states += [torch.cuda.get_rng_state(group.device)] if on_cuda else []
-    with note_wait(group.name, "generate: sharing the state of random numbers"):
+    with note_wait(group.name, "generate: sharing the random state"):
         sent = _broadcast_first(torch.cat(states), group).cpu()
     shared = sent.split([len(s) for s in states])
     torch.set_rng_state(shared[0])
@@ -67,29 +67,29 @@ def share_random_state(group: Group) -> None:
 
 
 def _broadcast_first(own: torch.Tensor, group: Group) -> torch.Tensor:
-    """What rank 0 has."""
+    """Broadcast the tensor of rank 0."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.broadcast(own.to(group.device), 0, group.name))
 
 
 class _RankZeroCriterion:
-    """A criterion of rank 0, which ends the words on all ranks or on none."""
+    """A stopping criterion evaluated on rank 0, which stops all ranks or none."""
 
     def __init__(self, own: Callable[..., torch.Tensor], group: Group) -> None:
         self.own, self.group = own, group
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the criterion says on rank 0 of each sequence, (batch)."""
-        said = torch.as_tensor(self.own(*args, **kwargs))
-        with note_wait(self.group.name, "generate: whether to end"):
-            return _broadcast_first(said, self.group).to(said.device)
+        """Evaluate the criterion on rank 0, for each sequence: (batch)."""
+        stops = torch.as_tensor(self.own(*args, **kwargs))
+        with note_wait(self.group.name, "generate: whether to stop"):
+            return _broadcast_first(stops, self.group).to(stops.device)
 
 
 def _share_criteria(criteria: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's own criteria, of which those that may look at a clock are asked of rank 0."""
+    """Wrap the model's criteria: those that may read a clock are evaluated on rank 0."""
 
     @functools.wraps(criteria)
-    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, group = criteria(self, *args, **kwargs), self.sharded_state.group
         if group.size > 1 and group_exists(group.name):
             for k, own in enumerate(found):
@@ -97,14 +97,14 @@ def _share_criteria(criteria: Callable[..., Any]) -> Callable[..., Any]:
                     found[k] = _RankZeroCriterion(own, group)
         return found
 
-    return alike
+    return wrapped
 
 
 def _share_sampling(generate: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's own `generate`, from one random state on all ranks."""
+    """Wrap the model's `generate` so that all ranks start from one random state."""
 
     @functools.wraps(generate)
-    def alike(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self.sharded_state
         if state.compare is not None:
             state.compare(type(self).__name__, "generate()", _list_arguments(args, kwargs))
@@ -112,11 +112,11 @@ def _share_sampling(generate: Callable[..., Any]) -> Callable[..., Any]:
             share_random_state(state.group)
         return generate(self, *args, **kwargs)
 
-    return alike
+    return wrapped
 
 
 def _list_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What can be compared of the arguments of a `generate`: tensors, constants, settings."""
+    """List the comparable arguments of `generate`: tensors, constants, settings."""
     named = {f"argument {number}": value for number, value in enumerate(args, 1)} | dict(kwargs)
     found: dict[str, Any] = {}
     for name, value in named.items():
@@ -129,36 +129,36 @@ def _list_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str,
 
 
 def _prepare_encoder(get_encoder: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's own `get_encoder`, whose encoder is ready to be called by itself."""
+    """Wrap the model's `get_encoder` so that its encoder can be called by itself."""
 
     @functools.wraps(get_encoder)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = get_encoder(self, *args, **kwargs)
         paths = [path for path, module in self.named_modules() if module is found and path]
         return type(self).part(self, paths[0]) if paths else found
 
-    return alone
+    return wrapped
 
 
 def _refuse_separate_towers(_: object) -> bool:
-    """No: towers have graphs within the whole forward only, which takes pixels as well."""
+    """Give False: towers have graphs only within the full forward, which takes pixels too."""
     return False
 
 
 def _expand_inputs(expand: Callable[..., Any]) -> Callable[..., Any]:
-    """The model's own `expand`, which repeats rows, but not those that are not of one prompt."""
+    """Wrap the model's `expand`, which would repeat patches or images as if they were prompts."""
 
     @functools.wraps(expand)
-    def expanded(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         size = int(kwargs.get("expand_size", 1))
         seen = [name for name in kwargs if name.startswith(_SEEN) and kwargs[name] is not None]
         if size > 1 and seen:
             raise PlanError(
-                f"{type(self).__name__}: {size} sequences for each prompt, and the prompts have "
-                f"{seen[0]}, whose rows are patches or images, not prompts: repeated as the "
-                "prompts are they would be those of others. Ask for one sequence (num_beams=1, "
+                f"{type(self).__name__}: {size} sequences per prompt were requested, but the rows of "
+                f"{seen[0]} are patches or images, not prompts, and repeating them would assign "
+                "them to other prompts. Request one sequence (num_beams=1, "
                 f"num_return_sequences=1), or give each prompt and its images {size} times."
             )
         return expand(self, *args, **kwargs)
 
-    return expanded
+    return wrapped

@@ -22,14 +22,18 @@ def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def select_positions(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace the count of last tokens by their positions, (count,).
 
-    Constraints: a count of 0 (all tokens) or 1 (the last token) stays: those are fixed kinds of call.
+    Constraints: a count of 0 (all tokens) or 1 (the last token) stays: those are fixed kinds of
+    call.
     """
     count = inputs.get(LOGITS_TO_KEEP)
     tokens = next((inputs[name] for name in TOKEN_INPUTS if inputs.get(name) is not None), None)
     if type(count) is not int or count < 2 or tokens is None or not _is_sequence(tokens):
         return inputs
     length = tokens.shape[1]
-    return {**inputs, LOGITS_TO_KEEP: torch.arange(max(length - count, 0), length, device=tokens.device)}
+    return {
+        **inputs,
+        LOGITS_TO_KEEP: torch.arange(max(length - count, 0), length, device=tokens.device),
+    }
 
 
 def _is_sequence(tokens: torch.Tensor) -> bool:

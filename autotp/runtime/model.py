@@ -130,18 +130,20 @@ class ShardedModel(FixedModule):
         sharded = autotp.parallelize(model, tp=2, training=True)     # under torchrun, on each rank
         output = sharded(input_ids=ids, labels=ids)                  # ids: (batch, sequence), int64
         output.loss.backward()                                       # loss: (); gradients are local
-        sharded.save_pretrained("out")                               # the full model, from all ranks
+        sharded.save_pretrained("out")                               # the full model, from all
+        ranks
 
     - Inputs and outputs have the shapes of the original model and are equal on all ranks;
       parameters have the shapes in `plan.parameters[name].shards[rank]`.
     - `train()` and `eval()` switch the mode of the model, those of a submodule (a norm, a dropout)
       that of the submodule.
-    - A new kind of call (inputs present, mode, constants) is captured on first use; `prepare(**inputs)`
-      captures it beforehand. Sizes are free, except where a guard of the graph fixes them.
+    - A new kind of call (inputs present, mode, constants) is captured on first use;
+      `prepare(**inputs)` captures it beforehand. Sizes are free, except where a guard of the graph
+      fixes them.
     - Only the model itself can be called; its submodules store parameters, hooks and configuration.
 
-    A call raises CaptureError if it cannot be captured, PlanError if the plan excludes it (gradients
-    without `training=True`, no process group), and GroupError if a rank is lost or late.
+    A call raises CaptureError if it cannot be captured, PlanError if the plan excludes it
+    (gradients without `training=True`, no process group), and GroupError if a rank is lost or late.
     """
 
     sharded_state: State
@@ -292,8 +294,8 @@ class ShardedModel(FixedModule):
         Example: `sharded.save_pretrained("out")` on every rank.
 
         Constraints:
-        - Every rank must call it; rank 0 gathers and writes one full tensor at a time (or those that
-          one converter of the checkpoint merges).
+        - Every rank must call it; rank 0 gathers and writes one full tensor at a time (or those
+          that one converter of the checkpoint merges).
         - Files get their names only when all are complete. Raises WeightsError on every rank if
           writing fails, and PlanError for `others`: further arguments of the model's own method.
         """
@@ -346,11 +348,12 @@ def _capture(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Varian
             make = cast("Callable[[ShardedModel, Mapping[str, Any]], None]", variant)
             # tensors saved during a capture must not reach the hooks of the caller
             with saved_tensors_hooks(_pass_through, _pass_through):
-                make(model, model.sharded_signature.spelled(inputs))
+                make(model, model.sharded_signature.add_implied(inputs))
             found = _find_variant(model, key, inputs)
     if found is None:
         raise CaptureError(
-            _describe_unseen(model, key) + " A capture at these sizes gave a graph whose guards exclude them. Call it with other sizes."
+            _describe_unseen(model, key) + " A capture at these sizes gave a graph whose guards
+            exclude them. Call it with other sizes."
         )
     return found
 

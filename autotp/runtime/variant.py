@@ -1,7 +1,7 @@
-"""Which graph answers a call: arguments become named inputs, and those, with the mode, a key.
+"""Selects the graph of a call: arguments become named inputs, and these, with the mode, a key.
 
-A model has one graph for each set of inputs present, each mode and each choice of constants; sizes
-are free, except where a graph's guards say otherwise.
+A model has one graph for each combination of inputs present, mode and constants; sizes are free,
+except where a guard of the graph fixes them.
 """
 
 import inspect
@@ -31,58 +31,58 @@ CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a model's forward takes: names in order, defaults, whether it takes any name at all.
+    """The signature of a model's forward: names in order, defaults, whether it takes any name.
 
-    - `said`: constants that every graph is captured with unless told otherwise.
-    - `takes_positions`: words to give logits of may be named by position.
+    - `implied`: constants with which every graph is captured unless the call gives others.
+    - `takes_positions`: the tokens of which it returns logits may be given by position.
     """
 
     model: str
     names: tuple[str, ...]
     defaults: Mapping[str, object]
     takes_any: bool
-    said: Mapping[str, object]
+    implied: Mapping[str, object]
     takes_positions: bool
 
     @staticmethod
     def of(model: nn.Module) -> "Signature":
-        """The signature of the forward of `model`'s class, under the model's own configuration."""
+        """Read the signature of the forward of `model`'s class, under the model's configuration."""
         every = inspect.signature(type(model).forward).parameters
         parameters = list(every.values())[1:]
         named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         names = tuple(p.name for p in named)
         defaults = {p.name: p.default for p in named if p.default is not p.empty}
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        said, positions = _find_implied(model, names), takes_positions(every)
-        return Signature(type(model).__name__, names, defaults, takes_any, said, positions)
+        implied, positions = _find_implied(model, names), takes_positions(every)
+        return Signature(type(model).__name__, names, defaults, takes_any, implied, positions)
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name, without those that change nothing.
+        """Bind the arguments to names, without those that change nothing.
 
         Example: `bind((ids,), {"labels": None, "use_cache": False})` is `{"input_ids": ids}`.
         """
         if len(args) > len(self.names):
             raise CaptureError(
-                f"{self.model}: called with {len(args)} positional arguments, its forward names "
-                f"{len(self.names)}. Pass them by name."
+                f"{self.model}: it was called with {len(args)} positional arguments, but its forward "
+                f"takes {len(self.names)}. Pass them by name."
             )
         given = dict(zip(self.names, args, strict=False))
         for name, value in kwargs.items():
             self._check_name(name, given)
             given[name] = value
         given = {name: value for name, value in given.items() if not self._is_idle(name, value)}
-        return self._selected(given)
+        return self._select_positions(given)
 
-    def spelled(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """The inputs as a capture needs them: `use_cache=False` is said, else a cache comes out."""
-        idle = {name: value for name, value in self.said.items() if name in self.names}
-        return self._selected(idle | dict(inputs))
+    def add_implied(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the implied constants for a capture, e.g. `use_cache=False`, which avoids a cache."""
+        idle = {name: value for name, value in self.implied.items() if name in self.names}
+        return self._select_positions(idle | dict(inputs))
 
-    def _selected(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _select_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return dict(select_positions(inputs)) if self.takes_positions else inputs
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Signature":
-        """The signature itself: it holds no state."""
+        """Return the signature itself, which has no state."""
         return self
 
     def _check_name(self, name: str, given: Mapping[str, Any]) -> None:
@@ -97,22 +97,23 @@ class Signature:
             )
 
     def _is_idle(self, name: str, value: object) -> bool:
-        """Whether the forward would take `value` for `name` without being told."""
+        """Whether the forward would use `value` for `name` without the argument."""
         if not isinstance(value, CONSTANTS):
             return False
-        if name in self.said and value is not None:
-            return _is_same(value, self.said[name])
+        if name in self.implied and value is not None:
+            return _is_same(value, self.implied[name])
         return name in self.defaults and _is_same(value, self.defaults[name])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Variant:
-    """One graph of a sharded model: `compile_graph(model, *inputs)` gives its flat outputs.
+    """One graph of a sharded model: `function(model, *inputs)` returns its flat outputs.
 
-    - `key`: what it answers to; several variants share a key when their guards differ.
-    - `graph`: the root's graph as it runs, each layer called with its variant as a constant.
+    - `key`: the calls that it is for; variants with different guards may share a key.
+    - `graph`: the root's graph as it runs, in which each layer is called with its variant as a
+      constant.
     - `conditions`: the program's guards as functions, which a compiler can trace.
-    - `shorter`: functions that give the same where their conditions hold, the shortest first.
+    - `shorter`: functions with equal results under their conditions, the shortest first.
     """
 
     key: str
@@ -133,75 +134,76 @@ class Variant:
         graph: fx.Graph,
         shorter: Sequence[tuple[frozenset[Condition], fx.Graph]],
     ) -> "Variant":
-        """The variant that runs `graph`, the root's, with its function and conditions."""
+        """Make the variant that runs `graph`, the root's, with its function and conditions."""
         guards = (f"lambda L, torch, math: {guard.expression}" for guard in program.guards)
         conditions = tuple(map(eval, guards))
-        lesser = tuple((tuple(c), compile_graph(g)) for c, g in shorter)
+        functions = tuple((tuple(c), compile_graph(g)) for c, g in shorter)
         return Variant(
-            key, program, outlined, plan, graph, compile_graph(graph), conditions, lesser
+            key, program, outlined, plan, graph, compile_graph(graph), conditions, functions
         )
 
-    def holds(self, inputs: Mapping[str, Any]) -> bool:
-        """Whether the graph is the model's at the sizes of `inputs`."""
-        if (
-            torch.compiler.is_compiling()
-        ):  # plain code, which a compiler turns into guards of its own
+    def accepts(self, inputs: Mapping[str, Any]) -> bool:
+        """Whether the guards of the graph hold for `inputs`."""
+        if torch.compiler.is_compiling():  # a compiler turns plain code into guards of its own
             return all(condition(inputs, torch, math) for condition in self.conditions)
         return find_broken_guard(self.program, inputs) is None
 
     def run(self, model: nn.Module, inputs: Mapping[str, Any], rank: int, granted: int) -> Any:
-        """What the model's forward returns for `inputs`, with this `rank`'s part of caches."""
+        """Run the forward on `inputs`, with this `rank`'s shards of caches.
+
+        - `granted`: the number of the shorter function that a compiled call runs.
+        """
         if self.plan.caches and not torch.compiler.is_compiling():
             inputs = slice_caches(inputs, self.plan.caches, rank, self.plan.tp)
         leaves = name_leaves(inputs)
         known = granted if torch.compiler.is_compiling() else 0
-        number = known or self.granted(leaves)
+        number = known or self.find_shorter(leaves)
         run = self.shorter[number - 1][1] if number else self.function
-        # gradients that the plan has no backward pass for would be wrong: torch tells who asks
+        # without a backward pass in the plan, torch must raise if someone asks for gradients
         with torch.set_grad_enabled(self.plan.training and torch.is_grad_enabled()):
             flat = run(model, *[leaves[name] for name in self.program.inputs])
         return pytree.tree_unflatten(flat, self.program.out_spec)
 
-    def granted(self, leaves: Mapping[str, Any]) -> int:
-        """The number, from 1, of the shortest function that does for these inputs; 0 for none."""
+    def find_shorter(self, leaves: Mapping[str, Any]) -> int:
+        """Find the number, from 1, of the shortest function for these inputs; 0 if there is none."""
         for number, (conditions, _) in enumerate(self.shorter, 1):
             if all(condition.holds(leaves) for condition in conditions):
                 return number
         return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Variant":
-        """The variant itself: it holds no state."""
+        """Return the variant itself, which has no state."""
         return self
 
 
 def find_key(model: str, inputs: Mapping[str, Any], mode: str) -> str:
-    """The key of a call: tensors by name, constants with their value, then the mode (`describe_mode`).
+    """Find the key of a call: tensors by name, constants with values, then the mode.
 
-    A tensor whose gradient is wanted says so: ranks must then join that gradient too.
+    A tensor that requires a gradient is marked: ranks must sum that gradient too.
 
     Example: `"attention_mask, input_ids, logits_to_keep=1 · eval"`.
     """
-    words: list[str] = []
+    items: list[str] = []
     for name, value in inputs.items():
         if not isinstance(value, (torch.Tensor, *CONSTANTS)):
-            words.append(f"{name}: {_describe_structure(pytree.tree_structure(value))}")
+            items.append(f"{name}: {_describe_structure(pytree.tree_structure(value))}")
     others = {name: v for name, v in inputs.items() if not isinstance(v, CacheState)}
     for name, leaf in name_leaves(others).items():
         if isinstance(leaf, torch.Tensor):
-            words.append(f"{name} with gradient" if leaf.requires_grad else name)
+            items.append(f"{name} with gradient" if leaf.requires_grad else name)
         elif isinstance(leaf, CONSTANTS):
-            words.append(f"{name}={leaf!r}")
+            items.append(f"{name}={leaf!r}")
         else:
             raise CaptureError(
-                f"{model}: the input {name!r} is a {type(leaf).__name__}; a graph takes tensors "
+                f"{model}: the input {name!r} is of type {type(leaf).__name__}. A graph takes tensors "
                 "(also in tuples, lists, dicts and caches), numbers, strings and dtypes. Pass one "
-                "of those."
+                "of these."
             )
-    return f"{', '.join(sorted(words))} · {mode}"
+    return f"{', '.join(sorted(items))} · {mode}"
 
 
 def _describe_structure(spec: pytree.TreeSpec) -> str:
-    """A nest of values in words, which a compiler can follow: `tuple(*, *)`."""
+    """Describe nested values in a form that a compiler can trace: `tuple(*, *)`."""
     if spec.is_leaf():
         return "*"
     if isinstance(spec.context, CacheSpec):
@@ -211,9 +213,9 @@ def _describe_structure(spec: pytree.TreeSpec) -> str:
 
 
 def describe_mode(model: nn.Module) -> str:
-    """The mode of a model: `train` or `eval`, then the submodules that are in the other one.
+    """Describe the mode: `train` or `eval`, then the submodules whose mode differs.
 
-    Example: `"train, encoder eval"` where a part was frozen by `model.encoder.eval()`.
+    Example: `"train, encoder eval"` after `model.encoder.eval()`.
     """
     return ", ".join(
         [_name_mode(model), *(f"{path} {_name_mode(m)}" for path, m in _list_switched(model, ""))]
@@ -221,7 +223,7 @@ def describe_mode(model: nn.Module) -> str:
 
 
 def _list_switched(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The submodules that are not in the mode of the module around them."""
+    """List the submodules whose mode differs from that of their parent."""
     for name, child in module.named_children():
         if child.training != module.training:
             yield f"{path}{name}", child
@@ -233,15 +235,15 @@ def _name_mode(module: nn.Module) -> str:
 
 
 def _find_implied(model: nn.Module, names: tuple[str, ...]) -> dict[str, object]:
-    """What a configuration makes of arguments: no cache is asked for, outputs have names."""
+    """Find the constants that a configuration implies: no cache, named outputs."""
     config = getattr(model, "config", None)
     text = getattr(config, "get_text_config", lambda: config)()
-    said: dict[str, object] = {}
+    implied: dict[str, object] = {}
     if "use_cache" in names and (hasattr(config, "use_cache") or hasattr(text, "use_cache")):
-        said["use_cache"] = False
+        implied["use_cache"] = False
     if getattr(config, "return_dict", False) is True:
-        said["return_dict"] = True
-    return said
+        implied["return_dict"] = True
+    return implied
 
 
 def _is_same(value: object, other: object) -> bool:

@@ -205,7 +205,7 @@ def test_a_window_is_kept_where_it_hides(length: int) -> None:
     with torch.no_grad():
         torch.testing.assert_close(model(x), sharded(x))
 
-    assert int(length <= 200) == variant.granted({"x": x})
+    assert int(length <= 200) == variant.find_shorter({"x": x})
 
 
 @pytest.mark.slow
@@ -224,7 +224,7 @@ def test_padding_is_seen_call_by_call() -> None:
             expected, actual = model(**given).logits, sharded(**given).logits
 
         torch.testing.assert_close(expected[mask.bool()], actual[mask.bool()])
-        assert shorter == variant.granted(given)
+        assert shorter == variant.find_shorter(given)
 
 
 @pytest.mark.slow

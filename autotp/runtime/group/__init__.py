@@ -1,1 +1,1 @@
-"""The tensor-parallel group: found, started, agreed with, and reported when a rank is lost."""
+"""The tensor-parallel group: how it is found and started, checks that ranks agree, lost ranks."""

@@ -1,7 +1,7 @@
-"""What all ranks must have in common: plan and weights. Told by hash, and named where they differ.
+"""Checks that all ranks have the same plan and weights, by hash.
 
-Each check is one all-gather of 32 bytes a rank, in which every rank must take part; more is said
-only where something differs.
+Each check is one all-gather of 32 bytes per rank, in which every rank must take part; more is sent
+only if something differs.
 """
 
 import hashlib
@@ -23,29 +23,27 @@ _SHOWN = 3
 
 
 def require_agreement(group: Group, text: str, what: str) -> None:
-    """Nothing, or the same PlanError on every rank if `text` is not the same on all of them.
+    """Raise the same PlanError on every rank if `text` is not the same on all of them.
 
-    Constraints:
-    - `what` names the thing compared, e.g. "the plan".
-    - A group without processes has nobody to disagree with.
+    - `what` names what is compared, e.g. "the plan".
     """
     found = digest_tensors(group, text.encode(), what)
     if not (odd := find_odd_ranks(found)):
         return
     common = Counter(found).most_common(1)[0][0]
     raise PlanError(
-        f"{what} is not the same on all {group.size} ranks: {group.size - len(odd)} hold "
-        f"{common.hex()[:12]}, but ranks {odd} hold {', '.join(found[r].hex()[:12] for r in odd)}; "
-        "give every rank the same model, options and library versions, or one plan with plan="
+        f"{what} is not the same on all {group.size} ranks: its hash is {common.hex()[:12]} on "
+        f"{group.size - len(odd)} ranks, but {', '.join(found[r].hex()[:12] for r in odd)} on ranks "
+        f"{odd}. Give every rank the same model, options and library versions, or one plan with plan="
     )
 
 
 def require_equal_weights(group: Group, tensors: Iterable[tuple[str, Tensor]], what: str) -> None:
-    """Nothing, or the same WeightsError on every rank if a tensor is not the same on all of them.
+    """Raise the same WeightsError on every rank if a tensor is not the same on all of them.
 
-    - `what` says what they are, e.g. "the whole weights". Those on meta have no values to differ.
+    - `what` names them, e.g. "the unsharded weights". Tensors on meta are skipped.
 
-    Constraints: one pass over the memory of the tensors, of which nothing is copied.
+    Constraints: one pass over the memory of the tensors, without a copy.
     """
     if not group_exists(group.name) or group.size == 1:
         return
@@ -57,7 +55,7 @@ def require_equal_weights(group: Group, tensors: Iterable[tuple[str, Tensor]], w
 
 
 def digest_tensors(group: Group, data: bytes, what: str) -> Sequence[bytes]:
-    """The hash of each rank's `data`, by rank; alone, only one's own."""
+    """Gather the hash of each rank's `data`; without processes, only the own one."""
     own = hashlib.sha256(data).digest()
     if not group_exists(group.name):
         return [own]
@@ -66,21 +64,21 @@ def digest_tensors(group: Group, data: bytes, what: str) -> Sequence[bytes]:
 
 
 def find_odd_ranks(found: Sequence[object]) -> list[int]:
-    """The ranks that have something else than most have; of a draw, than rank 0's side has."""
+    """Find the ranks that differ from the majority; in a tie, from rank 0's side."""
     common = Counter(found).most_common(1)[0][0]
     return [rank for rank, item in enumerate(found) if item != common]
 
 
 def _describe_difference(ranks: Sequence[Mapping[str, str]], what: str) -> str:
-    """Which tensors differ, and on whom."""
+    """Describe which tensors differ, and on which ranks."""
     names = dict.fromkeys(name for own in ranks for name in own)
     wrong = [n for n in names if len({own.get(n) for own in ranks}) > 1]
-    first, held = wrong[0], [own.get(wrong[0], "nothing") for own in ranks]
-    odd = find_odd_ranks(held)
+    first, hashes = wrong[0], [own.get(wrong[0], "nothing") for own in ranks]
+    odd = find_odd_ranks(hashes)
     return (
-        f"{first}: {what} are not the same on all {len(ranks)} ranks: "
-        f"{len(ranks) - len(odd)} hold {next(h for r, h in enumerate(held) if r not in odd)}, but "
-        f"ranks {odd} hold {', '.join(held[r] for r in odd)}. Tensors that differ: {len(wrong)} of "
+        f"{first}: {what} are not the same on all {len(ranks)} ranks: the hash is "
+        f"{next(h for r, h in enumerate(hashes) if r not in odd)} on {len(ranks) - len(odd)} ranks, "
+        f"but {', '.join(hashes[r] for r in odd)} on ranks {odd}. Tensors that differ: {len(wrong)} of "
         f"{len(names)} ({', '.join(wrong[:_SHOWN])}{', …' if len(wrong) > _SHOWN else ''}). Give "
         "every rank the same checkpoint, or the same seed before the model is built."
     )

@@ -1,6 +1,6 @@
-"""In debug mode: are all ranks called with the same? What differs is named, with both sides.
+"""Debug mode: checks that all ranks are called with the same inputs, and names the difference.
 
-A call costs one all-gather of 32 bytes a rank and a pass over its inputs.
+A call costs one all-gather of 32 bytes per rank and a pass over its inputs.
 """
 
 import json
@@ -27,24 +27,24 @@ _CALL = "the call itself"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What compares the calls of one group's ranks."""
+    """Compares the calls of the ranks of one group."""
 
     where: Group
 
     def __call__(self, model: str, graph: str, inputs: Mapping[str, Any]) -> None:
-        """Raises the same GroupError on every rank if their calls differ.
+        """Raise the same GroupError on every rank if their calls differ.
 
-        - `graph`: the key of the graph that answers, and which of that key.
+        - `graph`: the key of the graph that runs, and its number among those of that key.
 
-        Constraints: of caches, of which ranks hold parts, sizes that belong to the data count, and
-        the making.
+        Constraints: of caches, which are sharded, only the structure, the dtypes and the sizes that
+        depend on the data are compared.
         """
         leaves = _list_leaves(inputs)
         own = {_CALL: graph} | {name: _describe_leaf(leaf) for name, leaf in leaves.items()}
-        told = json.dumps(own)
-        if find_odd_ranks(digest_tensors(self.where, told.encode(), f"{model}: comparing inputs")):
+        text = json.dumps(own)
+        if find_odd_ranks(digest_tensors(self.where, text.encode(), f"{model}: comparing inputs")):
             self._raise(
-                model, [json.loads(text) for text in gather_texts(self.where, told)], leaves
+                model, [json.loads(other) for other in gather_texts(self.where, text)], leaves
             )
 
     def _raise(
@@ -52,20 +52,20 @@ class Comparison:
     ) -> None:
         names = dict.fromkeys(name for own in ranks for name in own if name != _CALL)
         name = next(n for n in (*names, _CALL) if len({own.get(n) for own in ranks}) > 1)
-        held = [own.get(name, "nothing") for own in ranks]
-        odd = find_odd_ranks(held)
+        found = [own.get(name, "nothing") for own in ranks]
+        odd = find_odd_ranks(found)
         usual = next(rank for rank in range(len(ranks)) if rank not in odd)
         what = name if name == _CALL else f"the input {name!r}"
         raise GroupError(
             f"{model}: {what} is not the same on all {len(ranks)} ranks: rank {usual} has "
-            f"{held[usual]}, but {', '.join(f'rank {r} {held[r]}' for r in odd)}"
-            f"{self._values(held, leaves.get(name), usual, odd[0])}. Give every rank the same, for "
-            "example what rank 0 broadcasts; seed all ranks alike where words are drawn."
+            f"{found[usual]}, but {', '.join(f'rank {r} {found[r]}' for r in odd)}"
+            f"{self._values(found, leaves.get(name), usual, odd[0])}. Give every rank the same, for "
+            "example what rank 0 broadcasts; seed all ranks alike if tokens are sampled."
         )
 
-    def _values(self, held: Sequence[str], leaf: object, usual: int, odd: int) -> str:
-        """The first element that differs, where all ranks have a tensor of one shape and dtype."""
-        if len({text.partition(" #")[0] for text in held}) > 1 or " #" not in held[0]:
+    def _values(self, found: Sequence[str], leaf: object, usual: int, odd: int) -> str:
+        """Describe the first element that differs, if all ranks have tensors of one shape and dtype."""
+        if len({text.partition(" #")[0] for text in found}) > 1 or " #" not in found[0]:
             return ""
         assert isinstance(leaf, Tensor)
         data = leaf.detach().contiguous().view(-1)
@@ -84,18 +84,18 @@ class Comparison:
 
 
 def _list_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs' leaves by name; those of caches with the dims that belong to the data."""
+    """List the leaves of the inputs by name; those of caches with their data-dependent dims."""
     found = name_leaves({n: v for n, v in inputs.items() if not isinstance(v, CacheState)})
     for name, state in inputs.items():
         if isinstance(state, CacheState):
             kept = zip(state.spec.paths(), state.leaves, state.data_dims, strict=True)
-            found |= {f"{name} {path}": _ComparedCall(leaf, dims) for path, leaf, dims in kept}
+            found |= {f"{name} {path}": _CacheLeaf(leaf, dims) for path, leaf, dims in kept}
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class _ComparedCall:
-    """A tensor of a cache, and the dims of it whose sizes are the data's."""
+class _CacheLeaf:
+    """A tensor of a cache, and its data-dependent dims."""
 
     tensor: Tensor
     dims: Mapping[int, str]
@@ -103,12 +103,12 @@ class _ComparedCall:
     def __str__(self) -> str:
         sizes = {kind: self.tensor.shape[dim] for dim, kind in self.dims.items()}
         counted = [*self.tensor.shape] if self.tensor.shape[-1:] == (0,) else []
-        told = sizes or counted or f"{self.tensor.dim()} dims"
-        return f"{dtype_name(self.tensor.dtype)} of {told}"
+        shown = sizes or counted or f"{self.tensor.dim()} dims"
+        return f"{dtype_name(self.tensor.dtype)} of {shown}"
 
 
 def _describe_leaf(leaf: object) -> str:
-    """What is compared of a leaf, in words; a tensor's ends in the hash of its values."""
+    """Describe a leaf for the comparison; for a tensor, this ends with the hash of its values."""
     if not isinstance(leaf, Tensor):
         return str(leaf)
     return f"{dtype_name(leaf.dtype)} {list(leaf.shape)} #{digest_tensor(leaf).hex()[:12]}"

@@ -1,8 +1,8 @@
-"""What a rank says when the others are gone, late or have failed: where it waited, and how long.
+"""Errors about ranks that are gone, late or have failed: where this rank waited, and how long.
 
-Nothing is added to a call that goes well: the backend's own error is put into words when it comes.
-A rank that fails by itself leaves a note in the group's store, which the others find when they give
-up waiting for it.
+A call that succeeds costs nothing more: the backend's own error is translated when it is raised. A
+rank that fails by itself leaves a note in the group's store, which the others read when they stop
+waiting for it.
 """
 
 import linecache
@@ -32,8 +32,8 @@ _SOURCE = re.compile(r"^\[[^\]]*\.cc:\d+\] ")
 _LATE = re.compile(r"[Tt]imed out|timeout", re.ASCII)
 _AGAIN = "Look for the first error in the other ranks' output, and start all of them again."
 _LONGER = (
-    "Give every rank the same calls with the same inputs (debug=True compares them); what is only "
-    "slow needs a longer timeout=."
+    "Give every rank the same calls with the same inputs (debug=True compares them). If a rank is "
+    "only slow, set a longer timeout=."
 )
 Store: TypeAlias = Any  # a c10d store, which torch leaves without types
 
@@ -47,7 +47,7 @@ def is_lost(error: BaseException) -> bool:
 
 @contextmanager
 def note_wait(name: str, where: str) -> Generator[None]:
-    """Errors about lost ranks of the group called `name` in the block are one GroupError."""
+    """Turn errors about lost ranks of the group called `name` into one GroupError."""
     began = time.monotonic()
     try:
         yield
@@ -57,9 +57,9 @@ def note_wait(name: str, where: str) -> Generator[None]:
 
 
 def raise_group_error(error: Exception, name: str, where: str, seconds: float) -> None:
-    """Raises GroupError for what `error` says of lost ranks; of any other leaves a note for them.
+    """Raise GroupError if `error` is about lost ranks; otherwise leave a note for the others.
 
-    - `where`: what this rank did; `seconds`: since when it did.
+    - `where`: what this rank did; `seconds`: for how long.
     """
     if not group_exists(name) or (group := get_process_group(name)).size() == 1:
         return
@@ -72,16 +72,16 @@ def raise_group_error(error: Exception, name: str, where: str, seconds: float) -
     fate, advice = _describe_fate(error, find_timeout(name))
     raise GroupError(
         f"{where}: rank {group.rank()} of {group.size()} waited for {whom}, which {fate}, "
-        f"{seconds:.2f} s after this began (torch: {text}). {_notes(group, others)}{advice}"
+        f"{seconds:.2f} s after the call began (torch: {text}). {_read_notes(group, others)}{advice}"
     ) from error
 
 
 def find_place(error: BaseException, model: nn.Module) -> str:
-    """Where in the generated code of `model` an error arose; empty if it was not there.
+    """Find where in the generated code of `model` an error arose; empty if it was not there.
 
     Example: `model.layers.0.mlp: down_proj_all_reduce_wait_tensor = …wait_tensor.default(…)`.
     """
-    frames = [f for f in _frames(error.__traceback__) if f[0].startswith("<autotp graph")]
+    frames = [f for f in _list_frames(error.__traceback__) if f[0].startswith("<autotp graph")]
     if not frames:
         return ""
     file, line, owner = frames[-1]
@@ -90,8 +90,8 @@ def find_place(error: BaseException, model: nn.Module) -> str:
     return f"{next(paths, '') or 'the model'}: {code}"
 
 
-def _frames(found: TracebackType | None) -> Iterator[tuple[str, int, object]]:
-    """File, line and `self` of each frame, outermost first."""
+def _list_frames(found: TracebackType | None) -> Iterator[tuple[str, int, object]]:
+    """List file, line and `self` of each frame, outermost first."""
     while found is not None:
         yield (
             found.tb_frame.f_code.co_filename,
@@ -102,39 +102,39 @@ def _frames(found: TracebackType | None) -> Iterator[tuple[str, int, object]]:
 
 
 def _describe_fate(error: Exception, timeout: timedelta | None) -> tuple[str, str]:
-    """What became of the others, and what to do."""
+    """Describe what happened to the others, and what to do."""
     if not _LATE.search(str(error)):
-        return "closed its connection: it ended or was killed", _AGAIN
+        return "closed its connection: it exited or was killed", _AGAIN
     limit = f"{timeout.total_seconds():g} s, the group's timeout" if timeout else "the timeout"
-    return f"did not come within {limit}", _LONGER
+    return f"did not arrive within {limit}", _LONGER
 
 
 def _leave_note(group: dist.ProcessGroup, text: str) -> None:
-    store = _store()
+    store = _find_store()
     if store is not None:
-        with suppress(dist.DistError, RuntimeError):  # the store went with the rank that had it
-            store.set(_key(group, group.rank()), f"{time.time()} {text}")
+        with suppress(dist.DistError, RuntimeError):  # the rank that had the store is gone
+            store.set(_name_note(group, group.rank()), f"{time.time()} {text}")
 
 
-def _notes(group: dist.ProcessGroup, others: list[int]) -> str:
-    """What the others said before they failed."""
-    store = _store()
+def _read_notes(group: dist.ProcessGroup, others: list[int]) -> str:
+    """Read the notes that other ranks left before they failed."""
+    store = _find_store()
     try:
-        keys = {rank: _key(group, rank) for rank in others}
+        keys = {rank: _name_note(group, rank) for rank in others}
         left = {r: store.get(k).decode() for r, k in keys.items() if store and store.check([k])}
-    except (dist.DistError, RuntimeError) as error:  # the store went with the rank that had it
+    except (dist.DistError, RuntimeError) as error:  # the rank that had the store is gone
         return f"The group's store is gone too ({type(error).__name__}). "
-    told = {rank: text.split(" ", 1) for rank, text in left.items()}
+    notes = {rank: text.split(" ", 1) for rank, text in left.items()}
     return "".join(
         f"Rank {rank} failed {time.time() - float(when):.1f} s ago: {text.rstrip('.')}. "
-        for rank, (when, text) in told.items()
+        for rank, (when, text) in notes.items()
     )
 
 
-def _key(group: dist.ProcessGroup, rank: int) -> str:
+def _name_note(group: dist.ProcessGroup, rank: int) -> str:
     return f"autotp/{group.group_name}/{rank}"
 
 
-def _store() -> Store | None:
-    """Where the ranks of the world met; None for one that met nobody."""
-    return _c10d._get_default_store() if dist.is_initialized() else None
+def _find_store() -> Store | None:
+    """Find the store through which the ranks started; None without a default group."""
+    return _c10d._get_default_find_store() if dist.is_initialized() else None

@@ -1,6 +1,6 @@
-"""The tensor-parallel group of this process: found, started or imagined.
+"""The tensor-parallel group of this process: found, started, or only described (`rank=`).
 
-A group travels through graphs as its *name*, a string, so that graphs can be printed, copied and
+A group is passed through graphs as its *name*, a string, so that graphs can be printed, copied and
 compared; ops look the process group up when they run. A rank is always the rank in this group, not
 in the world: with two replicas of tp 2, world ranks 1 and 3 may be one group.
 """
@@ -44,7 +44,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 class Group:
     """A tensor-parallel group as this process sees it.
 
-    - `name`: what the ops take; resolves to a process group unless the group was only imagined.
+    - `name`: what the ops take; it resolves to a process group unless the group has no processes.
     - `size`, `rank`: the number of members and this process's place among them.
     - `device`: where this rank's tensors belong; it follows the group's backend.
     """
@@ -63,17 +63,17 @@ def resolve_group(
     rank: int | None = None,
     timeout: float | timedelta | None = None,
 ) -> Group:
-    """The group to shard over.
+    """Resolve the group to shard over.
 
-        resolve(8)                 # the whole world; under torchrun it is initialised if need be
-        resolve(None, mesh=mesh)   # the "tp" dim of a mesh, or its only dim
-        resolve(8, rank=3)         # rank 3 of 8, without processes: to look at, not to call
+        resolve_group(8)                # the world, which is initialised under torchrun if
+        necessary resolve_group(None, mesh=mesh)  # the "tp" dim of a mesh, or its only dim
+        resolve_group(8, rank=3)        # rank 3 of 8, without processes: for inspection only
 
     Constraints:
     - At most one of `mesh`, `group`, `rank` is given.
     - `tp` None takes the group's size; otherwise they must be equal.
-    - A tp of 1 needs no group: one of a single process is made, which leaves the world alone.
-    - `timeout`: seconds after which the group gives up on a rank; None leaves it as it is.
+    - A tp of 1 needs no group: a group of one process is made, without changing the world.
+    - `timeout`: seconds after which the group stops waiting for a rank; None keeps its own.
     """
     _check_tp(tp)
     limit = _read_timeout(timeout)
@@ -86,7 +86,7 @@ def resolve_group(
         return _set_timeout(_describe_group(group, tp), limit)
     if not dist.is_initialized():
         if not all(name in os.environ for name in _TORCHRUN):
-            return _is_alone(tp)
+            return _resolve_lone_group(tp)
         _initialise(limit)
     return _set_timeout(_describe_group(dist.group.WORLD, tp), limit)
 
@@ -101,42 +101,42 @@ def group_exists(name: str) -> bool:
 
 
 def is_real(group: Group) -> bool:
-    """Whether a group was asked for that processes are in, or could be."""
+    """Whether the group has processes (rather than only `rank=`)."""
     return dist.is_initialized() and group.name != "tp"
 
 
 def check_group(name: str) -> str:
-    """`name`, if a process group is registered under it; PlanError otherwise."""
+    """Check that a process group is registered under `name`, and return it; else PlanError."""
     _lookup(name)
     return name
 
 
 def get_process_group(name: str) -> dist.ProcessGroup:
-    """The process group registered under `name`; PlanError if there is none."""
+    """Get the process group registered under `name`; PlanError if there is none."""
     return _lookup(name)
 
 
 def find_rank(name: str) -> int:
-    """The rank of this process in the group called `name`."""
+    """Find the rank of this process in the group called `name`."""
     return _lookup(name).rank()
 
 
 def find_size(name: str) -> int:
-    """The number of members of the group called `name`."""
+    """Find the number of members of the group called `name`."""
     return _lookup(name).size()
 
 
 def find_timeout(name: str) -> timedelta | None:
-    """How long the group called `name` waits for a rank; None where torch does not tell."""
-    known = (getattr(backend, "options", None) for backend in _backends(name))
+    """Find how long the group called `name` waits for a rank; None if torch does not say."""
+    known = (getattr(backend, "options", None) for backend in _list_backends(name))
     return next((options._timeout for options in known if options is not None), None)
 
 
 def name_subgroup(name: str, peers: Peers) -> str:
-    """The name of the sub-group of the group called `name` that has the ranks `peers`.
+    """Name the sub-group of the ranks `peers` in the group called `name`.
 
-    Constraints: it is made on first use, by its members alone, who must all ask for it, and ask for
-    several in one order.
+    Constraints: it is made on first use, by its members alone, all of which must call this, in the
+    same order for several sub-groups.
     """
     if peers.count == find_size(name):
         return name
@@ -152,9 +152,9 @@ def name_subgroup(name: str, peers: Peers) -> str:
 
 
 def make_subgroups(group: Group, plan: Plan) -> None:
-    """Makes the sub-groups in which `plan` sums gradients: now, not in the first backward pass.
+    """Make the sub-groups in which `plan` sums gradients before the first backward pass.
 
-    Constraints: every rank must call it, with one plan.
+    Constraints: every rank must call it, with the same plan.
     """
     for record in plan.parameters.values() if plan.training and group_exists(group.name) else ():
         if record.gradient_partial and record.split:
@@ -169,7 +169,9 @@ _SUBGROUPS: dict[tuple[str, Peers], str] = {}
 
 def _check_tp(tp: object) -> None:
     if tp is not None and (not isinstance(tp, int) or isinstance(tp, bool) or tp < 1):
-        raise PlanError(f"tp is {tp!r}; it must be a whole number of ranks, 1 or more, or None")
+        raise PlanError(
+            f"tp is {tp!r}. Give the number of ranks, an integer of at least 1, or None"
+        )
 
 
 def _read_timeout(timeout: object) -> timedelta | None:
@@ -178,22 +180,22 @@ def _read_timeout(timeout: object) -> timedelta | None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise PlanError(
-            f"timeout is {timeout!r}; it must be a number of seconds above 0, a timedelta, or None "
-            "for the group's own"
+            f"timeout is {timeout!r}. Give a positive number of seconds, a timedelta, or None for the "
+            "group's own timeout"
         )
     return timedelta(seconds=seconds)
 
 
 def _set_timeout(group: Group, limit: timedelta | None) -> Group:
-    """The group, which from now on gives up on a rank after `limit`."""
+    """Set how long the group waits for a rank, and return it."""
     if limit is not None:
-        for backend in _backends(group.name):
+        for backend in _list_backends(group.name):
             backend._set_default_timeout(limit)
     return group
 
 
-def _backends(name: str) -> list[Any]:
-    """What carries the collectives of the group called `name`, by device."""
+def _list_backends(name: str) -> list[Any]:
+    """List the backends of the group called `name`, by device."""
     group: Any = _lookup(name)  # Any: private to torch, and typed differently in each version
     return [group._get_backend(device) for device in group._device_types]
 
@@ -201,14 +203,18 @@ def _backends(name: str) -> list[Any]:
 def _check_exclusive(**given: object) -> None:
     names = [f"{name}=" for name, value in given.items() if value is not None]
     if len(names) > 1:
-        raise PlanError(f"{len(names)} groups are given by {' and '.join(names)}; keep one of them")
+        raise PlanError(
+            f"{len(names)} groups are given, by {' and '.join(names)}. Give only one of them"
+        )
 
 
 def _imagine_group(tp: int | None, rank: int) -> Group:
     if tp is None:
-        raise PlanError(f"rank is {rank}, but there is no group to take tp from; give tp= as well")
+        raise PlanError(
+            f"rank is {rank}, but there is no group that determines tp. Give tp= as well"
+        )
     if isinstance(rank, bool) or not 0 <= rank < tp:
-        raise PlanError(f"rank is {rank!r}; with tp {tp} it must be in 0 to {tp - 1}")
+        raise PlanError(f"rank is {rank!r}. With tp {tp}, give an integer from 0 to {tp - 1}")
     return Group("tp", tp, rank, torch.device("cpu"))
 
 
@@ -218,8 +224,8 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group()
     if "tp" not in names:
         raise PlanError(
-            f"the mesh of shape {tuple(mesh.shape)} has dims {list(names)} and none is called "
-            '"tp"; name one so, or pass one dim of it, mesh["…"]'
+            f"the mesh of shape {tuple(mesh.shape)} has the dims {list(names)}, none of which is called "
+            '"tp". Give one of them that name, or pass one dim of the mesh, mesh["…"]'
         )
     return mesh.get_group("tp")
 
@@ -227,13 +233,13 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def _describe_group(group: dist.ProcessGroup | None, tp: int | None) -> Group:
     if not isinstance(group, dist.ProcessGroup):
         raise PlanError(
-            f"world rank {dist.get_rank()} of {dist.get_world_size()} is not a member of the group "
-            "given; call autotp only on its members, each with its own group"
+            f"world rank {dist.get_rank()} of {dist.get_world_size()} is not a member of the given "
+            "group. Call autotp only on its members, each with its own group"
         )
     if tp is not None and tp != group.size():
         raise PlanError(
-            f"tp is {tp}, but the group has {group.size()} members; leave tp out, pass mesh= or "
-            f"group= of {tp} ranks, or start {tp} processes: {_torchrun(tp)}"
+            f"tp is {tp}, but the group has {group.size()} members. Leave tp out, pass mesh= or "
+            f"group= with {tp} ranks, or start {tp} processes: {_format_torchrun(tp)}"
         )
     return Group(group.group_name, group.size(), group.rank(), _find_device(group))
 
@@ -245,7 +251,7 @@ def _find_device(group: dist.ProcessGroup) -> torch.device:
 
 
 def _initialise(limit: timedelta | None) -> None:
-    """Starts the world that torchrun describes."""
+    """Initialise the world that torchrun describes."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -254,31 +260,29 @@ def _initialise(limit: timedelta | None) -> None:
     except dist.DistError as error:
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         raise GroupError(
-            f"the start of the group: rank {rank} of {size} did not meet all others at "
+            f"start of the group: rank {rank} of {size} did not reach all others at "
             f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '?')} (torch: "
             f"{str(error).splitlines()[0]}). Look for the first error in the other ranks' output, "
             "and start all of them again."
         ) from error
 
 
-def _is_alone(tp: int | None) -> Group:
+def _resolve_lone_group(tp: int | None) -> Group:
     if tp != 1:
         raise PlanError(
             f"tp is {tp}, but no process group is initialised and RANK, WORLD_SIZE and MASTER_ADDR "
-            f"are not all set; start the processes with: {_torchrun(tp or 8)}"
+            f"are not all set. Start the processes with: {_format_torchrun(tp or 8)}"
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     group = _make_lone_group(device)
-    if not group_exists(
-        _ALONE
-    ):  # whoever destroys all groups of the process takes this name away too
+    if not group_exists(_ALONE):  # destroying all groups of the process removes this name too
         _registry._register_process_group(_ALONE, group)
     return Group(group.group_name, 1, 0, device)
 
 
 @cache
 def _make_lone_group(device: torch.device) -> dist.ProcessGroup:
-    # The default group is the caller's to initialise, so a lone process gets a group beside it;
+    # The default group is the caller's to initialise, so a lone process gets a group of its own;
     # it is cached because the registry does not keep it alive.
     store, kinds = _registry.HashStore(), dist.ProcessGroup.BackendType
     group: Any = dist.ProcessGroup(store, 0, 1)
@@ -297,11 +301,11 @@ def _make_lone_group(device: torch.device) -> dist.ProcessGroup:
 def _lookup(name: str) -> dist.ProcessGroup:
     if not group_exists(name):
         raise PlanError(
-            f"the group {name!r} has 0 processes here, so collectives cannot run; build the model "
-            f"inside the processes of its group, started with: {_torchrun(8)}"
+            f"the group {name!r} has no processes here, so collectives cannot run. Build the model "
+            f"in the processes of its group, started with: {_format_torchrun(8)}"
         )
     return _registry._resolve_process_group(name)
 
 
-def _torchrun(tp: int) -> str:
+def _format_torchrun(tp: int) -> str:
     return f"torchrun --nproc-per-node {tp} your_script.py"

@@ -140,8 +140,8 @@ def find_variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
     ShardedModel.prepare(model, **inputs)
     key = ShardedModel.key(model, **inputs)
     given = {name: flatten_caches(value) for name, value in inputs.items() if value is not None}
-    every = model.sharded_state.all().values()
-    return next(v for v in every if v.key == key and v.holds(given))
+    every = model.sharded_state.list_variants().values()
+    return next(v for v in every if v.key == key and v.accepts(given))
 
 
 @contextmanager
