@@ -108,7 +108,7 @@ def test_a_box_of_what_is_made_needs_boxes_of_its_parts(data: st.DataObject) -> 
     torch.manual_seed(0)
     parts = {name: torch.rand(6, 4) for name in "abcd"}
     recipes = Recipes()
-    hollow = {name: recipes.leaf(name, (6, 4), torch.float32) for name in parts}
+    hollow = {name: recipes.make_leaf(name, (6, 4), torch.float32) for name in parts}
     with recipes, torch.no_grad():
         made = makers(hollow)
     for expected, tensor in zip(makers(parts), made, strict=True):
@@ -125,7 +125,7 @@ def test_a_box_of_what_is_made_needs_boxes_of_its_parts(data: st.DataObject) -> 
 @pytest.mark.parametrize("how", ["writes", "takes a table"])
 def test_what_cannot_be_read_back_is_reported(how: str) -> None:
     recipes = Recipes()
-    leaf = recipes.leaf("a", (6, 4), torch.float32)
+    leaf = recipes.make_leaf("a", (6, 4), torch.float32)
     outer = torch.empty(6, 4, device="meta")  # it has values, which the recipe does not know
     with recipes, torch.no_grad():
         assert "" == recipes.untraced
@@ -139,7 +139,7 @@ def test_what_cannot_be_read_back_is_reported(how: str) -> None:
 
 def test_only_the_experts_asked_for_are_read() -> None:
     recipes = Recipes()
-    hollow = {name: recipes.leaf(name, (6, 4), torch.float32) for name in "abcd"}
+    hollow = {name: recipes.make_leaf(name, (6, 4), torch.float32) for name in "abcd"}
     with recipes, torch.no_grad():
         both = makers(hollow)[0]
     asked: list[tuple[str, Any]] = []
@@ -150,7 +150,7 @@ def test_only_the_experts_asked_for_are_read() -> None:
 
     recipes.read(both, ((1, 2), (4, 8), (0, 4)), leaf)
 
-    assert ["a", "b", "c", "d"] == recipes.leaves(both)
+    assert ["a", "b", "c", "d"] == recipes.list_leaves(both)
     assert [("b", ((4, 6), (0, 4))), ("d", ((0, 2), (0, 4)))] == asked
 
 
@@ -244,7 +244,7 @@ def test_extra_tensors_can_be_left_unread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"dtype": "int8"}, "dtype is 'int8', which weights cannot be"),
+        ({"dtype": "int8"}, "dtype='int8': weights cannot be of it"),
         ({"overrides": {"*.none": "row"}}, "none"),
         ({"trust_remotecode": True}, "option 'trust_remotecode': is unknown"),
     ],
@@ -276,7 +276,7 @@ class Careless(BertModel):
 def test_a_buffer_without_values_is_named(dtype: torch.dtype) -> None:
     with torch.device("meta"):
         careless = Careless(BertConfig(num_hidden_layers=1, hidden_size=24, vocab_size=8), dtype)
-    with pytest.raises(WeightsError, match=r"buffer table \[4\] of Careless: 0 of its values"):
+    with pytest.raises(WeightsError, match=r"buffer table \[4\] of Careless: none of its values"):
         fill_buffers(careless, {})
 
 

@@ -206,7 +206,7 @@ def test_what_cannot_be_dequantised_is_refused(config: dict[str, Any], said: str
     with pytest.raises(WeightsError, match=said) as caught:
         find_quantiser("here", fields, dequantise=True)
 
-    assert "Take the checkpoint before quantisation" in str(caught.value)
+    assert "Use the checkpoint before quantisation" in str(caught.value)
 
 
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
