@@ -34,14 +34,14 @@ KERNEL = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"
 class Elements(Pricing):
     """Bytes of values as they would be with every floating element of four bytes."""
 
-    def bytes(self, meta: torch.Tensor) -> int:
-        """The bytes of the whole tensor."""
-        own = super().bytes(meta)
+    def count_bytes(self, meta: torch.Tensor) -> int:
+        """The bytes of the unsharded tensor."""
+        own = super().count_bytes(meta)
         return own // meta.element_size() * 4 if meta.is_floating_point() else own
 
-    def summed(self, meta: torch.Tensor) -> int:
+    def count_sum_bytes(self, meta: torch.Tensor) -> int:
         """The same."""
-        return self.bytes(meta)
+        return self.count_bytes(meta)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""What torch.export would lose or freeze: hooks, attributes, branches, backward functions."""
+"""Repairs of what torch.export loses or freezes: hooks, attributes, branches, own backwards."""

@@ -1,8 +1,8 @@
-"""Takes back what a forward sets while it is traced: sizes and tensors that exist in a trace only.
+"""Restores the attributes that a forward sets while it is traced.
 
-A forward may keep what it computed for the next call: `self.seq_len = x.shape[1]`, a cache in a
-list, in a dict or in an object that is no module. Left there, a later call or a copy of the model
-would meet symbols of a trace that is over.
+A forward may store what it computed for the next call: `self.seq_len = x.shape[1]`, or a cache in a
+list, a dict or an object that is not a module. Left there, symbols of a finished trace would reach
+a later call or a copy of the model.
 """
 
 import types
@@ -22,15 +22,15 @@ _LEAVES = (
     str, bytes, int, float, complex, type, torch.Tensor, torch.device, torch.dtype,
     types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
 )  # fmt: skip
-_TORCHS_WARNING = "The tensor attributes? "  # that they stay behind: they do not
-_NOT_ENTERED = ("torch.", "builtins", "threading", "logging")  # no cache of the model's is there
+_TORCHS_WARNING = "The tensor attributes? "  # it says that they leak: here they are restored
+_NOT_ENTERED = ("torch.", "builtins", "threading", "logging")  # no model stores a cache in these
 
 
 @contextmanager
 def restore_attributes(model: nn.Module) -> Generator[None]:
-    """All attributes of the model's modules, and of what they hold, are afterwards as before.
+    """Restore all attributes of the model's modules, and of the objects in them, at the end.
 
-    Constraints: tensors are told apart as objects; what is written into one is not taken back.
+    Constraints: tensors are compared by identity; in-place writes to a tensor are not undone.
     """
     seen: set[int] = set()
     undo = [restore for m in model.modules() for restore in _build_restorers(vars(m), seen)]
@@ -45,25 +45,24 @@ def restore_attributes(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def refuse_kept_state(model: nn.Module) -> Generator[None]:
-    """Raises CaptureError if the model keeps tensors of a call for the next one by itself.
+    """Raise CaptureError if the forward stores tensors for the next call on the model's modules.
 
-    A graph carries a cache from call to call; what a module sets on itself would be lost, and the
-    next call go on from nothing.
+    A graph passes a cache from call to call; what a module stores in an attribute would be lost.
     """
     before = _list_plain_tensors(model)
     yield
     for (path, name), tensor in _list_plain_tensors(model).items():
         if tensor is not before.get((path, name)):
             raise CaptureError(
-                f"{type(model).__name__}: {path or 'the model'} keeps {name}, a tensor "
-                f"{list(tensor.shape)}, from one call for the next as an attribute of its own, "
-                "outside any cache, and no graph can carry that. Call it with use_cache=False: "
-                "each call then takes all words so far."
+                f"{type(model).__name__}: {path or 'the model'} stores {name}, a tensor of shape "
+                f"{list(tensor.shape)}, in an attribute for the next call, outside any cache, and "
+                "a graph cannot carry it from call to call. Call the model with use_cache=False, "
+                "and pass all tokens so far in each call."
             )
 
 
 def _list_plain_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]:
-    """The tensors that modules hold as plain attributes, by path and name."""
+    """The tensors that are plain attributes of modules, by path and name."""
     return {
         (path, name): value
         for path, module in model.named_modules()
@@ -72,9 +71,9 @@ def _list_plain_tensors(model: nn.Module) -> dict[tuple[str, str], torch.Tensor]
     }
 
 
-def _build_restorers(held: object, seen: set[int]) -> Iterator[Callable[[], None]]:
-    """What puts `held`, and all that it holds, back to what it is now."""
-    todo = [held]
+def _build_restorers(root: object, seen: set[int]) -> Iterator[Callable[[], None]]:
+    """Functions that restore the present contents of `root`, and of all that it contains."""
+    todo = [root]
     while todo:
         one = todo.pop()
         if id(one) in seen or isinstance(one, (*_LEAVES, nn.Module)):
@@ -112,5 +111,5 @@ def _build_restorer(holder: dict[Any, Any] | list[Any] | set[Any]) -> Callable[[
 
 
 def _list_contents(holder: dict[Any, Any] | list[Any] | set[Any]) -> list[Any]:
-    """What is held, in order: of a dict its keys, then its values."""
+    """The items in order; of a dict the keys, then the values."""
     return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]

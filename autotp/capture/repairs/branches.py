@@ -1,12 +1,12 @@
-"""What the model's Python code decides by a size that torch.export traces as 2 or more.
+"""Guards for branches of the model's code on sizes that torch.export traces as 2 or more.
 
-Torch takes a free size for at least 2, so that `x.shape[0] == 1` is false without any guard. The
-graph is then the wrong one at size 1. What the code asked, and was told, is kept as a guard of our
-own, where the answer would be another one for a size of 1.
+Torch assumes that a free size is at least 2, so `x.shape[0] == 1` is false without any guard, and
+the graph is wrong at size 1. The conditions that the code evaluates are recorded with their
+results; those whose result differs at a size of 1 become guards of our own.
 """
 
 # pyright: reportPrivateUsage=false
-# the frame that asks is nowhere public, nor is a size's first name
+# torch has no public way to the frame of a condition, nor to the first name of a size
 
 import dis
 import os
@@ -30,47 +30,48 @@ __all__ = ["Branch", "record_branches", "find_model_frame", "build_semantic_guar
 
 # Any: sympy has no types.
 Branch: TypeAlias = tuple[Any, bool]
-"""A condition on sizes, with the answer that the code was given."""
+"""A condition on sizes, with its result while tracing."""
 
-_WRAPPERS = os.path.join(TORCH, "__init__.py")  # where a truth of a size asks `size != 0`
-_LAYERS = os.path.join(TORCH, "nn", "")  # layers are models' code, whoever wrote them
+_WRAPPERS = os.path.join(TORCH, "__init__.py")  # where `bool(size)` evaluates `size != 0`
+_LAYERS = os.path.join(TORCH, "nn", "")  # layers of torch count as the model's code
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
 @contextmanager
 def record_branches() -> Generator[list[Branch]]:
-    """The conditions on sizes by which the model's own code branches meanwhile.
+    """Record the conditions on sizes on which the model's own code branches.
 
-    Constraints: what torch asks for its own ends (strides, broadcasting) does not count.
+    Constraints: conditions that torch evaluates for itself (strides, broadcasting) do not count.
     """
-    found: list[Branch] = []
+    recorded: list[Branch] = []
     truth = torch.SymBool.__bool__
 
-    def noted(self: torch.SymBool) -> bool:
-        condition, asks = self.node.expr, find_model_frame(sys._getframe(1))
-        wanted = None if asks is None or self.node.has_hint() else _find_harmless_answer(asks)
+    def record(self: torch.SymBool) -> bool:
+        condition, frame = self.node.expr, find_model_frame(sys._getframe(1))
+        wanted = None if frame is None or self.node.has_hint() else _find_harmless_answer(frame)
         if wanted is not None:
             torch._check(self if wanted else torch.sym_not(self))
             return wanted
         answer = truth(self)
-        if asks is not None:
-            found.append((condition, answer))
+        if frame is not None:
+            recorded.append((condition, answer))
         return answer
 
-    torch.SymBool.__bool__ = noted
+    torch.SymBool.__bool__ = record
     try:
-        yield found
+        yield recorded
     finally:
         torch.SymBool.__bool__ = truth
 
 
-def _find_harmless_answer(asks: FrameType) -> bool | None:
-    """The answer to the condition asked for that does not lead into `raise`; None if both may not.
+def _find_harmless_answer(frame: FrameType) -> bool | None:
+    """The value of the condition that `frame` evaluates that avoids a `raise`; None if both do, or
+    neither.
 
     Example: True in `assert lengths.max().item() <= length`.
     """
-    code = list(dis.get_instructions(asks.f_code))
-    at = next(i for i, one in enumerate(code) if one.offset == asks.f_lasti)
+    code = list(dis.get_instructions(frame.f_code))
+    at = next(i for i, one in enumerate(code) if one.offset == frame.f_lasti)
     jump = code[at + (code[at].opname == "TO_BOOL")]
     if "POP_JUMP" not in jump.opname or not jump.opname.endswith(("_TRUE", "_FALSE")):
         return None
@@ -81,7 +82,7 @@ def _find_harmless_answer(asks: FrameType) -> bool | None:
 
 
 def _raises(code: list[dis.Instruction]) -> bool:
-    """Whether nothing but straight code comes before `raise`."""
+    """Whether straight-line code leads to a `raise`."""
     for one in code:
         if one.opname == "RAISE_VARARGS":
             return True
@@ -91,7 +92,7 @@ def _raises(code: list[dis.Instruction]) -> bool:
 
 
 def find_model_frame(frame: FrameType | None) -> FrameType | None:
-    """The frame that asks, if it is no code of torch's tracing; torch's layers are not either."""
+    """The frame that evaluates a condition, if it is not in torch; torch's layers do not count."""
     while frame is not None and frame.f_code.co_filename == _WRAPPERS:
         frame = frame.f_back
     file = "" if frame is None else frame.f_code.co_filename
@@ -99,14 +100,14 @@ def find_model_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def build_semantic_guards(
-    found: list[Branch], exported: ExportedProgram, where: Mapping[str, str]
+    branches: list[Branch], exported: ExportedProgram, where: Mapping[str, str]
 ) -> Iterator[Guard]:
-    """A guard for each condition which a size of 1 turns round.
+    """A guard for each condition whose value differs at a size of 1.
 
-    Constraints: `where`: for each tensor input of `exported`, in its order, how guards spell it.
+    - `where`: for each tensor input of `exported`, in its order, how guards write it.
     """
     sources = _spell_symbols(exported, list(where.values()))
-    for condition, answer in dict.fromkeys([*found, *_list_squeezes(exported)]):
+    for condition, answer in dict.fromkeys([*branches, *_list_squeezes(exported)]):
         names = [str(s) for s in condition.free_symbols]
         if names and all(n in sources for n in names) and _changes_at_one(condition, answer):
             text = PythonPrinter().doprint(condition)
@@ -115,7 +116,7 @@ def build_semantic_guards(
 
 
 def _list_squeezes(exported: ExportedProgram) -> Iterator[Branch]:
-    """That sizes are not 1 of dims which would be dropped if they were."""
+    """The conditions that dims which a squeeze would drop do not have size 1."""
     squeeze = torch.ops.aten.squeeze
     for module in exported.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
@@ -128,9 +129,9 @@ def _list_squeezes(exported: ExportedProgram) -> Iterator[Branch]:
 
 
 def _spell_symbols(exported: ExportedProgram, where: list[str]) -> dict[str, str]:
-    """How guards spell each symbol: as a size of the first input that has it."""
-    given = set(exported.graph_signature.user_inputs)
-    inputs = [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in given]
+    """How guards write each symbol: as a size of the first input that has it."""
+    names = set(exported.graph_signature.user_inputs)
+    inputs = [n for n in exported.graph.nodes if n.op == "placeholder" and n.name in names]
     tensors = [n.meta["val"] for n in inputs if isinstance(n.meta["val"], torch.Tensor)]
     sources: dict[str, str] = {}
     for spelled, tensor in zip(where, tensors, strict=True):
@@ -142,7 +143,7 @@ def _spell_symbols(exported: ExportedProgram, where: list[str]) -> dict[str, str
 
 
 def _changes_at_one(condition: Any, answer: bool) -> bool:
-    """Whether some sizes of 1 may make the condition come out otherwise."""
+    """Whether the condition has another value where some of its sizes are 1."""
     symbols = sorted(condition.free_symbols, key=str)
     ones = [of for n in range(1, len(symbols) + 1) for of in combinations(symbols, n)]
     return any(condition.subs(dict.fromkeys(of, 1)) != answer for of in ones)

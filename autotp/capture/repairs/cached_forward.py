@@ -1,7 +1,7 @@
-"""Captures a forward with a cache: flat caches go in and come out, and nothing branches on lengths.
+"""Captures a forward with a cache: flat caches go in and out, and no code branches on lengths.
 
-A cache that keeps only a window of the last words compares their number with the window; the graph
-cuts to the window by sizes instead, so that it holds before and after the window is full.
+A cache with a sliding window compares the number of tokens with the window. The graph instead
+slices to the window by computed sizes, so it is right both before and after the window is full.
 """
 
 import sys
@@ -22,7 +22,7 @@ __all__ = ["list_cache_outputs", "learn_cache_dims", "copy_fixed_states", "tie_l
 
 @contextmanager
 def remove_length_branches() -> Generator[None]:
-    """Classes that keep a window, and masks left out by length, without a branch on lengths."""
+    """Replace the branches on lengths in window caches, and in the choice to omit a mask."""
     with ExitStack() as stack:
         for cls in _list_window_layers():
             stack.enter_context(_replace_attribute(cls, "update", _update_window))
@@ -34,7 +34,7 @@ def remove_length_branches() -> Generator[None]:
 
 @contextmanager
 def _replace_attribute(owner: object, name: str, value: object) -> Generator[None]:
-    """Replaces an attribute that a class or module defines, until the block ends."""
+    """Replace an attribute that a class or module defines, until the block ends."""
     defined = vars(owner)[name]
     setattr(owner, name, value)
     try:
@@ -48,38 +48,38 @@ def _keep_mask(*_: Any, **__: Any) -> bool:
 
 
 def _list_window_layers() -> list[type]:
-    """The growing cache layers that keep a window, those that define how."""
+    """The classes of cache layers that grow up to a window."""
     caches = sys.modules.get("transformers.cache_utils")
     found = getattr(caches, "DynamicSlidingWindowLayer", None)
     return [found] if found is not None else []
 
 
 def _update_window(self: Any, keys: Any, values: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
-    """As the layer's own, with the cut at a size that is computed, not compared."""
+    """The layer's own `update`, with slices of computed sizes in place of comparisons."""
     if not self.is_initialized:
         self.lazy_initialization(keys, values)
-        whole = keys, values
+        full = keys, values
     else:
-        whole = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
+        full = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
     self.cumulative_length += keys.shape[-2]
     if self.record_past:
-        self.keys, self.values = whole
+        self.keys, self.values = full
         seen = self.sliding_window - 1 + keys.shape[-2]
-        return _take_last(whole[0], seen), _take_last(whole[1], seen)
-    self.keys, self.values = (_take_last(x, self.sliding_window - 1) for x in whole)
-    return whole
+        return _take_last(full[0], seen), _take_last(full[1], seen)
+    self.keys, self.values = (_take_last(x, self.sliding_window - 1) for x in full)
+    return full
 
 
 def _take_last(x: torch.Tensor, most: int) -> torch.Tensor:
     """The last `most` positions, or all if there are fewer."""
     length = x.shape[-2]
     first = torch.sym_max(0, length - most)
-    # a view would make the capture ask whether it lies in one piece, which depends on the length
+    # a view would make the capture check contiguity, which depends on the length
     return x.index_select(-2, torch.arange(first, length, device=x.device))
 
 
 def _compute_mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
-    """The number of keys that a call sees, and the position of the first."""
+    """The number of keys that a call attends to, and the position of the first."""
     kept: Any = self.keys.shape[-2] if self.is_initialized else 0
     if self.record_past:
         kept = torch.sym_min(kept, self.sliding_window - 1)
@@ -87,14 +87,14 @@ def _compute_mask_sizes(self: Any, query_length: int) -> tuple[int, int]:
 
 
 def copy_fixed_states(state: CacheState) -> CacheState:
-    """The cache with copies of what keeps its size: a forward may write to it in place."""
+    """The cache with copies of tensors of fixed size: a forward may write to them in place."""
     grows = ["past" in dims.values() for dims in state.data_dims]
     leaves = [x if g else x.clone() for x, g in zip(state.leaves, grows, strict=True)]
     return CacheState(state.spec, leaves)
 
 
 def tie_lengths(state: CacheState) -> None:
-    """Takes the past of one object, such as keys and values, to be of one length."""
+    """Tie the past lengths of one object, such as those of keys and values, to each other."""
     lengths: dict[str, Any] = {}
     for path, leaf, dims in zip(state.spec.paths(), state.leaves, state.data_dims, strict=True):
         owner = path.rpartition(".")[0]
@@ -109,7 +109,7 @@ def list_cache_outputs(spec: pytree.TreeSpec) -> list[CacheState]:
 
 
 def learn_cache_dims(exported: ExportedProgram, axes: Mapping[str, Axes]) -> None:
-    """Notes which dims of the caches that come out are of the data: those whose size is free."""
+    """Learn the data dims of the caches among the outputs: those whose size is free."""
     out_spec = exported.call_spec.out_spec
     assert out_spec is not None
     named = {node.name: node for node in exported.graph.nodes}
@@ -122,7 +122,7 @@ def learn_cache_dims(exported: ExportedProgram, axes: Mapping[str, Axes]) -> Non
 
 
 def _list_batch_sizes(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> list[Any]:
-    """The batch sizes of the inputs, as the program knows them: it may not know that they agree."""
+    """The batch sizes of the inputs; the program may not know that they are equal."""
     tensors = [n.meta["val"] for n in inputs if isinstance(n.meta.get("val"), torch.Tensor)]
     return [
         val.shape[dim]
@@ -134,11 +134,10 @@ def _list_batch_sizes(inputs: Sequence[fx.Node], axes: Mapping[str, Axes]) -> li
 
 def _find_free_dims(shape: torch.Size, batches: Sequence[Any]) -> Mapping[int, str]:
     free = {d: s for d, s in enumerate(shape) if isinstance(s, torch.SymInt)}
-    found = {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
+    kinds = {d: "batch" if _is_one_of(s, batches) else "past" for d, s in free.items()}
     # where this call fixed the batch, another may not
-    return (
-        {0: "batch"} | found if shape and type(shape[0]) is int and shape[0] in batches else found
-    )
+    fixed = shape and type(shape[0]) is int and shape[0] in batches
+    return {0: "batch"} | kinds if fixed else kinds
 
 
 def _is_one_of(size: torch.SymInt, batches: Sequence[Any]) -> bool:

@@ -1,9 +1,9 @@
-"""Gradients that a capture would lose: torch.export keeps what a function computes, and forgets the
-backward pass that a `torch.autograd.Function` defines by hand.
+"""Keeps gradients that a capture would lose: torch.export traces the forward of a
+`torch.autograd.Function` and drops its hand-written backward.
 """
 
 # pyright: reportPrivateUsage=false
-# the frame that applies a function is nowhere public, nor are an op's arguments
+# torch has no public way to the frame that applies a function, nor to the arguments of an op
 
 import linecache
 import sys
@@ -16,17 +16,18 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
+from autotp.capture.graph_facts import read_argument
 from autotp.capture.repairs.branches import find_model_frame
-from autotp.capture.repairs.opaque import AppliedFunction, Saving, make_op
+from autotp.capture.repairs.opaque import AppliedFunction, make_context, make_op
 from autotp.errors import CaptureError
 
 __all__ = ["ExportAgain", "keep_own_backwards", "refuse_sparse_gradients"]
 
-_OURS = ("torch.", "autotp.")  # hooks and checkpoints of torch's, collectives of our own
+_OURS = ("torch.", "autotp.")  # torch's hooks and checkpoints, our own collectives
 
 
-class ExportAgain(Exception):  # noqa: N818 no error: what was learnt asks for another export
-    """A function with a backward of its own was found: as an op it would keep it."""
+class ExportAgain(Exception):  # noqa: N818 not an error
+    """Functions with their own backward were found, to be exported as ops in another attempt."""
 
 
 @contextmanager
@@ -42,35 +43,35 @@ def keep_own_backwards(model: str, kept: dict[AppliedFunction, int], *, gradient
     found: list[tuple[Any, str, tuple[Any, ...], AppliedFunction | None, int]] = []
     own = torch.autograd.Function.__dict__["apply"]
 
-    def noted(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def record(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.startswith(_OURS) or not _needs_gradient(args, kwargs):
             return own.__get__(None, cls)(*args, **kwargs)
-        applied = None if kwargs else AppliedFunction.of(cls, args)
+        applied = None if kwargs else AppliedFunction.build(cls, args)
         if applied is not None and applied in kept:
-            return make_op(applied, kept[applied])(*applied.given(args))
+            return make_op(applied, kept[applied])(*applied.select_tensors(args))
         result = own.__get__(None, cls)(*args, **kwargs)
-        drawn = pytree.tree_map(_describe_argument, args)
-        found.append((cls, _find_line(), drawn, applied, _count_results(result)))
+        described = pytree.tree_map(_describe_argument, args)
+        calls.append((cls, _find_line(), described, applied, _count_results(result)))
         return result
 
     if gradients:
-        setattr(torch.autograd.Function, "apply", classmethod(noted))  # noqa: B010 pyright: no type
+        setattr(torch.autograd.Function, "apply", classmethod(record))  # noqa: B010 pyright: no type
     try:
         yield
     finally:
         setattr(torch.autograd.Function, "apply", own)  # noqa: B010 as above
-    lost = [one for one in found if not _is_derivative(one[0], one[2])]
-    for function, line, drawn, applied, results in lost:
-        barred = "it takes or gives more than tensors and plain values"
+    lost = [call for call in calls if not _is_derivative(call[0], call[2])]
+    for function, line, described, applied, results in lost:
+        reason = "it takes or returns more than tensors and plain values"
         if applied is not None and results:
-            barred = _explain_unsteady(function, drawn)
-        if barred or applied is None:
+            reason = _explain_unsteady(function, described)
+        if reason or applied is None:
             raise CaptureError(
-                f"{model}: {function.__qualname__}{line} is a torch.autograd.Function: "
+                f"{model}: {function.__qualname__}{line} is a torch.autograd.Function. "
                 "torch.export keeps its forward and loses its backward, so gradients would be "
-                f"wrong; and {barred}, so it cannot be an op, which runs its forward once more in "
-                "the backward pass. Write it in differentiable ops (x + (f(x) - x).detach() passes "
-                "a gradient straight through), as a torch.library.custom_op with "
+                f"wrong. It cannot be turned into an op, which repeats its forward in the backward "
+                f"pass, because {reason}. Write it in differentiable ops (x + (f(x) - x).detach() "
+                "passes a gradient straight through), or as a torch.library.custom_op with "
                 "register_autograd, or pass training=False."
             )
         kept[applied] = results
@@ -79,13 +80,13 @@ def keep_own_backwards(model: str, kept: dict[AppliedFunction, int], *, gradient
 
 
 def _count_results(result: object) -> int:
-    """How many tensors a function gave; 0 if it gave anything else."""
-    given = result if isinstance(result, tuple) else (result,)
-    return len(given) if all(isinstance(one, torch.Tensor) for one in given) else 0
+    """How many tensors a function returned; 0 if it returned anything else."""
+    results = result if isinstance(result, tuple) else (result,)
+    return len(results) if all(isinstance(one, torch.Tensor) for one in results) else 0
 
 
 class _RandomArgument(NamedTuple):
-    """A tensor argument to be drawn at random once the export is over."""
+    """A tensor argument, to be made of random numbers after the export."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -99,8 +100,11 @@ class _RandomArgument(NamedTuple):
         return made.requires_grad_(self.requires_grad)
 
 
-def _make_argument(item: object) -> object:
-    return item.make() if isinstance(item, _RandomArgument) else item
+def _make_arguments(arguments: tuple[Any, ...]) -> Any:
+    def make(item: object) -> object:
+        return item.make() if isinstance(item, _RandomArgument) else item
+
+    return pytree.tree_map(make, arguments, is_leaf=lambda x: isinstance(x, _RandomArgument))
 
 
 def _describe_argument(item: object) -> object:
@@ -114,36 +118,35 @@ def _find_size(size: Any) -> int:
 
 
 def _is_derivative(function: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether a function's backward is what autograd makes of its forward."""
-    told = function.setup_context is not torch.autograd.Function.setup_context
-    context = () if told else (Saving(),)
+    """Whether the backward of a function is what autograd derives from its forward."""
+    context = make_context(function)
     try:
         by_hand = _compute_gradients(function.apply, arguments)
         by_torch = _compute_gradients(lambda *given: function.forward(*context, *given), arguments)
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # not to be run so: not proven
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # it does not run on random numbers
         return False
     return all(_is_close(one, other) for one, other in zip(by_hand, by_torch, strict=True))
 
 
 def _explain_unsteady(function: Any, arguments: tuple[Any, ...]) -> str:
-    """What makes two runs of a function differ, or write to what they are given; else empty."""
-    given = pytree.tree_map(_make_argument, arguments, is_leaf=lambda x: isinstance(x, _RandomArgument))
-    before = [t.detach().clone() for t in _list_tensors(given)]
+    """Why two runs of a function differ, or change its arguments; empty if they do not."""
+    inputs = _make_arguments(arguments)
+    before = [t.detach().clone() for t in _list_tensors(inputs)]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         state = torch.get_rng_state()
         try:
-            one, other = (_list_tensors(function.apply(*given)) for _ in range(2))
+            one, other = (_list_tensors(function.apply(*inputs)) for _ in range(2))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             return f"it does not run on random numbers ({error})"
         drew = not torch.equal(state, torch.get_rng_state())
     if drew or not all(map(_is_same, one, other)):
         return "it draws random numbers"
-    kept = all(map(_is_same, before, _list_tensors(given)))
-    return "" if kept else "it writes to what it is given"
+    same = all(map(_is_same, before, _list_tensors(inputs)))
+    return "" if same else "it writes to its arguments"
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; NaN, which a root of random numbers gives, is equal to NaN."""
+    """Whether two tensors are equal; NaN, which random numbers may lead to, equals NaN."""
     return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
@@ -160,34 +163,29 @@ def _is_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _compute_gradients(
     run: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients, of fixed weights on all outputs, at arguments drawn anew."""
+    """The gradients of a fixed weighted sum of all outputs, at newly made arguments."""
     with torch.enable_grad():
-        given = pytree.tree_map(_make_argument, arguments, is_leaf=lambda x: isinstance(x, _RandomArgument))
-        leaves = [t for t in pytree.tree_leaves(given) if isinstance(t, torch.Tensor)]
-        outputs = [t for t in pytree.tree_leaves(run(*given)) if isinstance(t, torch.Tensor)]
+        inputs = _make_arguments(arguments)
         total = torch.zeros((), dtype=torch.float64)
-        for output in outputs:
+        for output in _list_tensors(run(*inputs)):
             if output.is_floating_point():
                 weights = torch.linspace(0.5, 2, output.numel(), dtype=torch.float64)
                 total = total + (output.double().flatten() * weights).sum()
-        wanted = [t for t in leaves if t.requires_grad]
+        wanted = [t for t in _list_tensors(inputs) if t.requires_grad]
         if not total.requires_grad:
             return (None,) * len(wanted)
         return torch.autograd.grad(total, wanted, allow_unused=True)
 
 
 def refuse_sparse_gradients(model: str, graph: fx.Graph) -> None:
-    """Raises CaptureError if an op of `graph` gives a sparse gradient."""
+    """Raise CaptureError if an op of `graph` makes a sparse gradient."""
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload):
-            names = [a.name for a in node.target._schema.arguments]
-            said = dict(zip(names, node.args, strict=False)) | node.kwargs
-            if said.get("sparse") is True:
-                raise CaptureError(
-                    f"{model}: {node.name}, {node.target}: sparse=True makes a sparse gradient, "
-                    "which ranks cannot cut nor sum. Build the layer with sparse=False, or pass "
-                    "training=False."
-                )
+        if isinstance(node.target, OpOverload) and read_argument(node, "sparse") is True:
+            raise CaptureError(
+                f"{model}: {node.name}, {node.target}: sparse=True makes a sparse gradient, which "
+                "ranks can neither shard nor sum. Build the layer with sparse=False, or pass "
+                "training=False."
+            )
 
 
 def _needs_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

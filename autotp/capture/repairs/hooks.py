@@ -1,8 +1,8 @@
-"""Hooks that a model has when it is captured: which of them are in its graph, which would be lost.
+"""Hooks of a model when it is captured: which are in its graph, and which would be lost.
 
 torch.export calls the forward hooks of submodules and traces what they do: they are baked in, and
-must not run again around generated code. Those of the whole model stay around it and are kept out.
-Backward hooks leave no trace.
+must not run again around generated code. The hooks of the model itself still run around it, so they
+are kept out of the graph. Backward hooks leave no trace.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -26,12 +26,12 @@ _ON_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 @contextmanager
 def record_baked_hooks(model: nn.Module) -> Generator[set[int]]:
-    """The numbers of the forward hooks that change what passes through their module meanwhile.
+    """Record the numbers of the forward hooks that change the inputs or outputs of their module.
 
     Constraints:
-    - The model's own hooks are set aside: they run around generated code as around its forward.
-      So are backward hooks, which would leave views in the graph.
-    - Numbers are torch's own, which a copy of the model keeps.
+    - The hooks of the model itself are removed meanwhile: they run around generated code too. So
+      are backward hooks, which would leave views in the graph.
+    - The numbers are torch's own, which a copy of the model keeps.
     """
     baked: set[int] = set()
     aside = [(m, name, getattr(m, name)) for m in model.modules() for name in _BACKWARD]
@@ -69,13 +69,13 @@ def _wrap_hook(hook: Hook, number: int, baked: set[int]) -> Hook:
 
 
 def refuse_backward_hooks(model: nn.Module) -> None:
-    """Raises CaptureError if generated code would pass by a backward hook of the model."""
-    found = next(_list_backward_hooks(model), None)
-    if found is not None:
+    """Raise CaptureError if the model has a backward hook that generated code would not call."""
+    hook = next(_list_backward_hooks(model), None)
+    if hook is not None:
         raise CaptureError(
-            f"{type(model).__name__}: {found}, which generated code would not call. Remove it "
-            "before, and register it on the sharded model: on a parameter (it sees this rank's "
-            "gradient), or on the whole model."
+            f"{type(model).__name__}: {hook}, which generated code would not call. Remove it "
+            "first, and register it on the sharded model: on a parameter, where it gets this "
+            "rank's gradient, or on the model itself."
         )
 
 

@@ -1,10 +1,10 @@
-"""Functions with a backward of their own as ops: torch.export keeps an op, and an op its backward.
+"""Turns functions with their own backward into ops, which torch.export keeps with their backward.
 
-Source: torch.library ("Custom operators"): an op's autograd is registered beside its forward.
+Source: torch.library ("Custom operators"): the autograd formula of an op is registered with it.
 """
 
 # pyright: reportPrivateUsage=false
-# where a tensor lies is nowhere public
+# torch has no public way to the storage of a tensor
 
 import hashlib
 from collections.abc import Sequence
@@ -14,33 +14,33 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-__all__ = ["AppliedFunction", "Saving", "make_op"]
+__all__ = ["AppliedFunction", "make_context", "make_op"]
 
 _NAMESPACE = "autotp_functions"
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
-class Saving:
-    """What a function's forward is given where nobody will run its backward."""
+class _Context:
+    """The context of a function's forward where its backward will not run."""
 
     saved_tensors: tuple[Any, ...] = ()
-    needs_input_grad: tuple[bool, ...] = (False,) * 64  # of as many arguments as anyone has
+    needs_input_grad: tuple[bool, ...] = (False,) * 64  # more than the arguments of any function
 
     def save_for_backward(self, *tensors: object) -> None:
-        """Keeps them for a forward that reads them again."""
+        """Keep tensors that the forward may read again."""
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Matters to a backward only."""
+        """Do nothing: this matters only to a backward."""
 
     def mark_non_differentiable(self, *tensors: object) -> None:
-        """Matters to a backward only."""
+        """Do nothing: this matters only to a backward."""
 
 
 class AppliedFunction(NamedTuple):
-    """A function as it was applied: its class, its arguments' structure, and those without tensors.
+    """An application of a function: its class, and the structure and plain values of its arguments.
 
-    `fixed` has None where a tensor stands.
+    - `fixed`: the leaves of the arguments, with None for tensors; `tensors`: the positions of those.
     """
 
     function: Any
@@ -60,27 +60,32 @@ class AppliedFunction(NamedTuple):
         plain = all(type(leaf) in _FIXED for leaf in fixed)
         return cls(function, spec, fixed, tensors) if plain else None
 
-    def arguments(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The arguments with `tensors` in their places."""
+    def build_arguments(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The arguments, with `tensors` at their positions."""
         leaves = list(self.fixed)
         for at, tensor in zip(self.tensors, tensors, strict=True):
             leaves[at] = tensor
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def given(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    def select_tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The tensors among `args`."""
         leaves = pytree.tree_leaves(args)
         return [leaves[at] for at in self.tensors]
 
-    def forward(self, *tensors: torch.Tensor) -> Any:
-        """What the function's forward gives, by itself."""
-        told = self.function.setup_context is not torch.autograd.Function.setup_context
-        context = () if told else (Saving(),)
-        return self.function.forward(*context, *self.arguments(tensors))
+    def run_forward(self, *tensors: torch.Tensor) -> Any:
+        """The results of the function's forward alone."""
+        arguments = self.build_arguments(tensors)
+        return self.function.forward(*make_context(self.function), *arguments)
+
+
+def make_context(function: Any) -> tuple[_Context, ...]:
+    """The context argument of a function's forward; none where it has its own `setup_context`."""
+    separate = function.setup_context is not torch.autograd.Function.setup_context
+    return () if separate else (_Context(),)
 
 
 def make_op(applied: AppliedFunction, results: int) -> OpOverload:
-    """An op that computes what `applied.function` does, `results` tensors, with its own backward.
+    """An op that computes the `results` tensors of `applied.function`, with its own backward.
 
     Example: `torch.ops.autotp_functions.Straight_1f3a5c.default(x)`.
     """
@@ -90,13 +95,13 @@ def make_op(applied: AppliedFunction, results: int) -> OpOverload:
     return _OPS[key][0]
 
 
-_OPS: dict[tuple[Any, str], tuple[OpOverload, torch.library.Library]] = {}  # they live as long
+_OPS: dict[tuple[Any, str], tuple[OpOverload, torch.library.Library]] = {}  # a library must outlive its op
 
 
 def _compute_digest(applied: AppliedFunction, results: int) -> str:
-    """What tells one op from another: the same on every rank."""
-    said = (applied.function.__module__, applied.spec, applied.fixed, applied.tensors, results)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:6]
+    """A key of the op, equal on every rank."""
+    identity = (applied.function.__module__, applied.spec, applied.fixed, applied.tensors, results)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:6]
 
 
 def _name_op(function: Any, digest: str) -> str:
@@ -108,32 +113,32 @@ def _name_op(function: Any, digest: str) -> str:
 def _register_op(applied: AppliedFunction, results: int, name: str) -> tuple[OpOverload, torch.library.Library]:
     def run(*tensors: torch.Tensor) -> Any:
         with torch.no_grad():
-            return _separate_memory(applied.forward(*tensors), tensors)
+            return _separate_memory(applied.run_forward(*tensors), tensors)
 
-    def saved(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
         del output
         ctx.save_for_backward(*inputs)
 
     def back(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return _run_backward(applied, ctx.saved_tensors, ctx.needs_input_grad, gradients)
 
-    given = ", ".join(f"Tensor x{i}" for i in range(len(applied.tensors)))
-    gives = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
+    operands = ", ".join(f"Tensor x{i}" for i in range(len(applied.tensors)))
+    returns = "Tensor" if results == 1 else f"({', '.join(['Tensor'] * results)})"
     library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    library.define(f"{name}({given}) -> {gives}")
+    library.define(f"{name}({operands}) -> {returns}")
     full = f"{_NAMESPACE}::{name}"
     torch.library.impl(full, "CompositeExplicitAutograd", lib=library)(run)
     torch.library.register_fake(full, run, lib=library)
-    torch.library.register_autograd(full, back, setup_context=saved, lib=library)
+    torch.library.register_autograd(full, back, setup_context=save, lib=library)
     return getattr(getattr(torch.ops, _NAMESPACE), name).default, library
 
 
 def _separate_memory(results: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """The results, none of them in the memory of an operand: an op's may not be."""
-    given = {t.untyped_storage()._cdata for t in tensors}
+    """The results, copied where they share memory with an operand, which an op may not do."""
+    memory = {t.untyped_storage()._cdata for t in tensors}
 
     def apart(result: torch.Tensor) -> torch.Tensor:
-        return result.clone() if result.untyped_storage()._cdata in given else result
+        return result.clone() if result.untyped_storage()._cdata in memory else result
 
     return pytree.tree_map(apart, results)
 
@@ -144,12 +149,12 @@ def _run_backward(
     wanted: Sequence[bool],
     gradients: Sequence[torch.Tensor | None],
 ) -> tuple[torch.Tensor | None, ...]:
-    """What the function's own backward gives, after another run of its forward."""
+    """The gradients by the function's own backward, after another run of its forward."""
     inputs = [t.detach().requires_grad_(w) for t, w in zip(tensors, wanted, strict=True)]
     with torch.enable_grad():
-        results = pytree.tree_leaves(applied.function.apply(*applied.arguments(inputs)))
+        results = pytree.tree_leaves(applied.function.apply(*applied.build_arguments(inputs)))
     pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
-    asked = [t for t in inputs if t.requires_grad]
-    ends, given = [r for r, g in pairs if g is not None], [g for _, g in pairs if g is not None]
-    found = iter(torch.autograd.grad(ends, asked, given, allow_unused=True) if ends else ())
+    leaves = [t for t in inputs if t.requires_grad]
+    ends, starts = [r for r, g in pairs if g is not None], [g for _, g in pairs if g is not None]
+    found = iter(torch.autograd.grad(ends, leaves, starts, allow_unused=True) if ends else ())
     return tuple(next(found, None) if t.requires_grad else None for t in inputs)
