@@ -161,6 +161,7 @@ def alone(directory: Path, **options: Any) -> Any:
     return autotp.from_pretrained(directory, 1, **options)
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_slices_and_no_more(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (llama / "model.safetensors").stat().st_size
     read = 0

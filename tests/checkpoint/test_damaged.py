@@ -241,6 +241,7 @@ def test_shards_are_merged_as_they_were_written_or_not_at_all(
     assert not (tmp_path / "merged" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_note_of_progress_that_is_damaged_is_to_be_removed(sharded: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     begun.mkdir()

@@ -72,7 +72,9 @@ def test_what_is_whole_names_an_op_or_a_size_that_is_there(kind: str) -> None:
     plan = work.compile(4, "tp").plan
     total = sum(r.bytes for r in plan.parameters.values())
     large = {h.pattern for h in group_by_layer(plan.parameters) if h.bytes > total / 1000}
-    whole = [r for r in plan.parameters.values() if r.replicated_bytes and star_layers(r.name) in large]
+    whole = [
+        r for r in plan.parameters.values() if r.replicated_bytes and star_layers(r.name) in large
+    ]
     at = places(work.program)
     found = [f"{r.name}: {doubt} ({r.reason})" for r in whole for doubt in doubts(r, work, at)]
 

@@ -363,6 +363,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_decided_in_float64() -> Non
     assert "held to 1e-09" in note
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_is_proved_with_its_own_loss() -> None:
     model, inputs = build("gpt2", n_layer=1)
     inputs["labels"] = inputs["input_ids"]
