@@ -6,6 +6,7 @@ import linecache
 import sys
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch.fx import graph_module
 from torch.fx.experimental import proxy_tensor
@@ -16,6 +17,7 @@ __all__ = ["release_memory"]
 _TRACED = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 
 
+@torch.compiler.disable  # what calls it may be compiled
 def release_memory() -> None:
     """Return freed memory to the system, where it would otherwise stay with the rank for good."""
     getattr(proxy_tensor, _TRACED, dict[int, object]()).clear()

@@ -418,8 +418,9 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 @pytest.mark.slow
 def test_output_fits_a_terminal_of_few_letters() -> None:
     code = (
-        "from autotp.report.terminal import print_to_terminal; from autotp.report.plan import render; "
-        "from tests.plans import decoder_plan; print_to_terminal(render(decoder_plan(layers=1, tp=2)))"
+        "from autotp.report.terminal import print_to_terminal; "
+        "from autotp.report.plan import render_plan; from tests.plans import decoder_plan; "
+        "print_to_terminal(render_plan(decoder_plan(layers=1, tp=2)))"
     )
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

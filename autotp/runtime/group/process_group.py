@@ -170,7 +170,7 @@ _SUBGROUPS: dict[tuple[str, Peers], str] = {}
 def _check_tp(tp: object) -> None:
     if tp is not None and (not isinstance(tp, int) or isinstance(tp, bool) or tp < 1):
         raise PlanError(
-            f"tp is {tp!r}. Give the number of ranks, an integer of at least 1, or None"
+            f"tp={tp!r}: must be the number of ranks, 1 or more, or None for the size of the group."
         )
 
 
