@@ -146,7 +146,7 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
 @pytest.mark.parametrize(
     ("tp", "override", "parts"),
     [
-        (2, {"*.upp": "row"}, ("'*.upp'", "none of the 21 parameters", "Names are such as")),
+        (2, {"*.upp": "row"}, ("'*.upp'", "none of the 21 parameters", "Similar names are")),
         (2, {"*.up": "colum"}, ("'*.up'", "'colum'", "column, row, vocab", "mean 'column'?")),
         (
             2,
@@ -161,7 +161,7 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
         (
             2,
             {"*.down": "vocabulary"},
-            ("blocks.0.down.weight", "neither a looked-up table nor a head", "row (dim 1"),
+            ("blocks.0.down.weight", "neither an embedding nor a classification head", "row (dim 1"),
         ),
         (
             16,
@@ -169,7 +169,7 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
             (
                 "'column'",
                 "over 16 ranks",
-                "heads (8) has no parts for 16 ranks",
+                "heads (8) cannot be sharded over 16 ranks",
                 "split it: 2, 3, 4, 5",
             ),
         ),

@@ -1,12 +1,12 @@
-"""What a forward keeps between calls (keys and values, states of convolutions and recurrences), as
-plain tensors.
+"""What a forward carries between calls (keys and values, states of convolutions and recurrences),
+as plain tensors.
 
-A cache is a tree of plain objects: layers with tensors, flags, and numbers that count words. It
+A cache is a tree of plain objects: layers with tensors, flags, and numbers that count tokens. It
 becomes a `CacheState`: the tree without its tensors, which is compared and hashed (`CacheSpec`),
-and the tensors in order. A number that grows from call to call is a tensor too, of shape (number,
-0): a graph reads it as a size, and its value takes no memory.
+and the tensors in order. A number that grows from call to call becomes a tensor of shape (number,
+0): a graph reads it as a size, and it takes no memory.
 
-No class of cache is named here, nor one of model.
+No class of a cache or of a model is named here.
 """
 
 import hashlib
@@ -43,10 +43,10 @@ _PLAIN = (torch.Tensor, *_CONSTANTS, torch.SymInt, list, tuple, dict, set, froze
 _DEEPEST = 16
 
 COUNTED: Final[set[tuple[type, object]]] = set()
-"""Class and attribute of the numbers that count words, as captures have shown them."""
+"""Class and attribute of the numbers that count tokens, as found by captures."""
 _DATA_DIMS: Final[dict[object, tuple[Mapping[int, str], ...]]] = {}
-"""For each tensor of a cache of that make, the dims whose size belongs to the data, and their kind:
-`batch` or `past`; learned when a capture gives such a cache."""
+"""For each tensor of a cache of that layout, the dims whose size belongs to the data, and their
+kind, `batch` or `past`; learned from captures that return such a cache."""
 
 Kind: TypeAlias = Literal["tensor", "count", "constant", "object", "list", "tuple", "dict"]
 
@@ -55,7 +55,7 @@ Kind: TypeAlias = Literal["tensor", "count", "constant", "object", "list", "tupl
 class CacheSpec:
     """A cache without its tensors.
 
-    - `kind`: what stands here; `what`: the constant, or the class of an object.
+    - `kind`: of this subtree; `what`: the constant, or the class of an object.
     - `keys`: attribute names, dict keys or indices of `items`.
 
     Example: a layer with keys and values is `object`, its class, with the keys `keys`, `values`.
@@ -66,37 +66,37 @@ class CacheSpec:
     keys: tuple[Any, ...] = ()
     items: tuple["CacheSpec", ...] = ()
 
-    def paths(self, prefix: str = "") -> Iterator[str]:
+    def list_paths(self, prefix: str = "") -> Iterator[str]:
         """The path of each tensor, in order: `layers.0.keys`."""
         if self.kind in ("tensor", "count"):
             yield prefix
         for key, item in zip(self.keys, self.items, strict=True):
-            yield from item.paths(f"{prefix}.{key}" if prefix else str(key))
+            yield from item.list_paths(f"{prefix}.{key}" if prefix else str(key))
 
     @property
     def layout(self) -> object:
-        """What it shares with caches whose tensors mean the same: its class and their paths."""
-        return self.what, tuple(self.paths())
+        """What caches with corresponding tensors have in common: the class and the paths."""
+        return self.what, tuple(self.list_paths())
 
     def __str__(self) -> str:
-        """The class with a mark of all else, equal in all processes: `DynamicCache#1f0c`."""
+        """The class and a digest of all else, equal in all processes: `DynamicCache#1f0c`."""
         return make_mark(self)
 
     def __repr__(self) -> str:
-        """The same: a tree of many layers is not to be read."""
+        """The same: a tree of many layers is unreadable."""
         return str(self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheState:
-    """A cache as a graph takes it: what it is, and its tensors."""
+    """A cache as a graph takes it: its spec and its tensors."""
 
     spec: CacheSpec
     leaves: Sequence[Any]
 
     @property
     def is_known(self) -> bool:
-        """Whether a capture has given such a cache, so that its data dims are known."""
+        """Whether a capture has returned such a cache, so that its data dims are known."""
         return self.spec.layout in _DATA_DIMS
 
     @property
@@ -105,7 +105,7 @@ class CacheState:
         return _DATA_DIMS.get(self.spec.layout, ({},) * len(self.leaves))
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        """A tensor by its number, as guards speak of it."""
+        """A tensor by its number, as guards refer to it."""
         return self.leaves[index]
 
 
@@ -129,10 +129,7 @@ pytree.register_pytree_node(
 
 
 def is_cache(value: object) -> bool:
-    """Whether `value` is an object that keeps state, which its class says by a method `update…`.
-
-    Other objects are none: what a model returns in them is to be whole.
-    """
+    """Whether `value` is an object that carries state: its class has a method `update…`."""
     return _is_object(value) and any(name.startswith("update") for name in dir(type(value)))
 
 
@@ -147,31 +144,32 @@ def _is_object(value: object) -> bool:
 
 
 def learn_dims(spec: CacheSpec, dims: Sequence[Mapping[int, str]]) -> None:
-    """Notes the data dims of a cache's tensors, unless they are known."""
+    """Record the data dims of a cache's tensors, unless they are known."""
     _DATA_DIMS.setdefault(spec.layout, tuple(dims))
 
 
 def flatten_cache(cache: object) -> CacheState:
-    """The cache as its spec and its tensors, which are shared.
+    """The spec and the tensors of a cache; the tensors are not copied.
 
-    Raises CaptureError for what a graph cannot hold: streams, functions, cycles.
+    Raises CaptureError for what a graph cannot carry: streams, functions, cycles.
     """
     leaves: list[torch.Tensor] = []
-    return CacheState(_Flattener(type(cache).__name__, leaves).of(cache, (), type(None), ""), leaves)
+    spec = _Flattener(type(cache).__name__, leaves).flatten(cache, (), type(None), "")
+    return CacheState(spec, leaves)
 
 
 def rebuild_cache(state: CacheState) -> Any:
-    """A new cache of the same make around the tensors."""
+    """A new cache of the same classes with the tensors of `state`."""
     return _make_object(state.spec, iter(state.leaves))
 
 
 def restore_cache(cache: object, state: CacheState) -> None:
-    """Puts what `state` holds into the objects of `cache`, which stay the same objects."""
+    """Put the tensors of `state` into the objects of `cache`, which keep their identity."""
     _fill_object(cache, state.spec, iter(state.leaves))
 
 
 def flatten_caches(tree: Any) -> Any:
-    """`tree` with every cache in it flat."""
+    """`tree` with every cache in it flattened."""
     return pytree.tree_map(_flatten_value, tree)
 
 
@@ -181,27 +179,27 @@ def rebuild_caches(tree: Any) -> Any:
 
 
 def restore_caches(output: Any, given: Mapping[str, Any]) -> Any:
-    """`output` with real caches: those that were given, filled anew, where there were any."""
+    """`output` with real caches: the ones in the inputs, updated in place, where there are any."""
     states = list_caches(output)
     if not states:
         return output
-    olds = [x for x in pytree.tree_leaves(dict(given)) if is_cache(x)]
-    known = {id(state): old for state, old in zip(states, olds, strict=False)}
+    caches = [x for x in pytree.tree_leaves(dict(given)) if is_cache(x)]
+    known = {id(state): cache for state, cache in zip(states, caches, strict=False)}
 
-    def whole(x: Any) -> Any:
-        if not _is_flat(x) or id(x) not in known:  # a compiler guards on whose id is asked
+    def restore(x: Any) -> Any:
+        if not _is_flat(x) or id(x) not in known:  # a compiler guards on objects passed to id()
             return _rebuild_value(x)
         restore_cache(known[id(x)], x)
         return known[id(x)]
 
-    return pytree.tree_map(whole, output, is_leaf=_is_flat)
+    return pytree.tree_map(restore, output, is_leaf=_is_flat)
 
 
 def widen_caches(inputs: Mapping[str, Any], records: Mapping[str, CacheRecord]) -> dict[str, Any]:
-    """The inputs with each rank's part of a cache in a tensor of the whole size, without values."""
+    """The inputs with each sharded tensor of a cache replaced by zeros of the unsharded size."""
     states = [v for v in inputs.values() if isinstance(v, CacheState)]
-    whole = {id(s): _widen(s, f"{k}." if k else "", records) for k, s in enumerate(states)}
-    return {name: whole.get(id(value), value) for name, value in inputs.items()}
+    widened = {id(s): _widen(s, f"{k}." if k else "", records) for k, s in enumerate(states)}
+    return {name: widened.get(id(value), value) for name, value in inputs.items()}
 
 
 def _widen(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) -> CacheState:
@@ -234,51 +232,51 @@ def _rebuild_value(value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Flattener:
-    """One cache being taken apart."""
+    """Flattens one cache."""
 
     name: str
     leaves: list[torch.Tensor]
 
-    def of(self, value: Any, path: tuple[Any, ...], owner: type, key: object) -> CacheSpec:
+    def flatten(self, value: Any, path: tuple[Any, ...], owner: type, key: object) -> CacheSpec:
         if isinstance(value, torch.Tensor):
             self.leaves.append(value)
             return CacheSpec("tensor")
         if isinstance(value, torch.SymInt):
             COUNTED.add((owner, key))
-            return self.counted(value)
+            return self._add_count(value)
         if type(value) is int and value > 0 and (owner, key) in COUNTED:
-            return self.counted(value)
+            return self._add_count(value)
         if isinstance(value, _CONSTANTS):
             return CacheSpec("constant", value)
         if len(path) > _DEEPEST:
-            raise CaptureError(self.refusal(path, "a tree that deep, or with a cycle,"))
-        return self.nested(value, path)
+            raise CaptureError(self._refuse(path, f"nested more than {_DEEPEST} deep, or a cycle"))
+        return self._flatten_tree(value, path)
 
-    def counted(self, number: int | torch.SymInt) -> CacheSpec:
+    def _add_count(self, number: int | torch.SymInt) -> CacheSpec:
         self.leaves.append(torch.empty((cast("int", number), 0)))
         return CacheSpec("count")
 
-    def nested(self, value: Any, path: tuple[Any, ...]) -> CacheSpec:
+    def _flatten_tree(self, value: Any, path: tuple[Any, ...]) -> CacheSpec:
         kind: Kind
         if isinstance(value, list | tuple):
             sequence = cast("Sequence[object]", value)
-            kind, held = ("list" if isinstance(value, list) else "tuple"), dict(enumerate(sequence))
+            kind, items = ("list" if isinstance(value, list) else "tuple"), dict(enumerate(sequence))
         elif type(value) is dict:
-            kind, held = "dict", cast("dict[Any, object]", value)
+            kind, items = "dict", cast("dict[Any, object]", value)
         elif _is_object(value):
-            kind, held = "object", cast("dict[Any, object]", vars(value))
+            kind, items = "object", cast("dict[Any, object]", vars(value))
         else:
-            raise CaptureError(self.refusal(path, f"a {type(value).__name__}"))
+            raise CaptureError(self._refuse(path, f"a {type(value).__name__}"))
         owner = type(value)
-        if not path:  # what generation notes on a cache for itself is no part of it
-            held = {k: v for k, v in held.items() if not (str(k)[:1] == "_" and type(v) is bool)}
-        items = tuple(self.of(v, (*path, k), owner, k) for k, v in held.items())
-        return CacheSpec(kind, owner if kind == "object" else None, tuple(held), items)
+        if not path:  # flags that generation sets on a cache for its own use
+            items = {k: v for k, v in items.items() if not (str(k)[:1] == "_" and type(v) is bool)}
+        specs = tuple(self.flatten(v, (*path, k), owner, k) for k, v in items.items())
+        return CacheSpec(kind, owner if kind == "object" else None, tuple(items), specs)
 
-    def refusal(self, path: tuple[Any, ...], what: str) -> str:
+    def _refuse(self, path: tuple[Any, ...], what: str) -> str:
         return (
-            f"the cache {self.name}: {'.'.join(map(str, path))} holds {what}, which no graph can "
-            "take in and give back. Use a plain cache, without offloading or quantisation."
+            f"the cache {self.name}: {'.'.join(map(str, path))} is {what}, which a graph can "
+            "neither take nor return. Use a plain cache, without offloading or quantisation."
         )
 
 
@@ -300,11 +298,11 @@ def _make_object(spec: CacheSpec, leaves: Iterator[Any]) -> Any:
 
 
 def _fill_object(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:
-    """What stands where `old` stood: the same object where its make is the same."""
+    """The value for the place of `old`: the same object, updated, if its class is the same."""
     if spec.kind == "object" and type(old) is spec.what:
-        held = vars(old)
+        attributes = vars(old)
         for key, item in zip(spec.keys, spec.items, strict=True):
-            held[key] = _fill_object(held.get(key), item, leaves)
+            attributes[key] = _fill_object(attributes.get(key), item, leaves)
         return old
     if spec.kind == "list" and type(old) is list and len(cast("list[Any]", old)) == len(spec.items):
         old[:] = [_fill_object(o, item, leaves) for o, item in zip(old, spec.items, strict=True)]
@@ -313,7 +311,7 @@ def _fill_object(old: Any, spec: CacheSpec, leaves: Iterator[Any]) -> Any:
 
 
 def make_mark(spec: CacheSpec) -> str:
-    """The class with a mark of all else, by a way that a compiler can follow."""
+    """The class and a digest of all else, computed so that a compiler can trace it."""
     return _compute_mark(spec) if torch.compiler.is_compiling() else _cached_mark(spec)
 
 

@@ -1,7 +1,7 @@
-"""What goes into a capture: example inputs made from a config, and the sizes at which to trace.
+"""The inputs of a capture: examples made from a config, and the sizes at which to trace.
 
-The sizes that a user gives only price a plan. Tracing happens at sizes of its own, all of them at
-least 2 and distinct, so that no size is mistaken for another or for the special case of 1.
+The sizes that a user gives only serve to estimate costs. Tracing uses sizes of its own, which are
+distinct and at least 2, so that no size is mistaken for another or for the special case of 1.
 """
 
 import difflib
@@ -30,12 +30,12 @@ __all__ = [
     "resize_for_trace",
 ]
 
-LONGEST_EXAMPLE = 4096  # tokens: longer contexts change no decision, only the price
+LONGEST_EXAMPLE = 4096  # tokens: longer contexts change no decision, only the estimated cost
 BATCH_SIZES = (3, 2)
 SEQUENCE_SIZES = (11, 13, 17, 19, 7, 5, 3, 2)
 
 Axis = tuple[str, int]
-"""A kind of data size ("batch", "sequence", "decoder", "past" or "kept") with the size given."""
+"""A kind of data size ("batch", "sequence", "decoder", "past" or "kept"), and the size."""
 Axes = Mapping[int, Axis]
 """The dims of one input whose size belongs to the data."""
 
@@ -49,57 +49,58 @@ def make_example_inputs(
     room: int = 0,
     advice: str = "Pass example_inputs={name: tensor}.",
 ) -> dict[str, Any]:
-    """Inputs for a model that has a config, on its own device, to price a plan with.
+    """Inputs for a model that has a config, on its own device, to estimate costs with.
 
     Example: for a causal language model `{"input_ids": (1, 4096), "attention_mask": (1, 4096),
     "use_cache": False}`, and `labels` when training.
 
     Constraints:
-    - `sequence` defaults to the model's maximum, at most 4096; PlanError if it is more than that
-      maximum. `room` words are to follow it within that maximum.
-    - A module without a config, or with a main input of another kind, must be given its inputs;
-      `advice` says how.
+    - `sequence` defaults to the model's maximum, at most 4096. PlanError if it and the `room`
+      tokens to be generated after it exceed that maximum.
+    - PlanError with `advice` for a module without a config, or with a main input of another kind.
     """
     config = getattr(model, "config", None)
     if config is None:
         raise PlanError(
-            f"{type(model).__name__}: has no config, so its inputs cannot be guessed; "
-            f"its forward takes {_quote_names(_list_parameters(model))}. "
-            f"{advice}"
+            f"{type(model).__name__}: has no config, so example inputs cannot be made for it; "
+            f"its forward takes {_quote_names(_list_parameters(model))}. {advice}"
         )
     most = find_longest_input(model)
     if most and (sequence or 1) + room > most:
-        more = f" and {room} new words" if room else ""
-        fewer = f"Give a sequence of at most {most - room}"
+        more = f" and {room} new tokens" if room else ""
+        advice = f"Give a sequence of at most {most - room}"
         if room >= most:
-            fewer = f"Ask for at most {most - 1} new words, after a sequence of 1"
+            advice = f"Request at most {most - 1} new tokens, after a sequence of 1"
         raise PlanError(
             f"{type(model).__name__}: sequence {sequence or 1}{more}, but its config has {most} "
-            f"positions. {fewer}."
+            f"positions. {advice}."
         )
     longest = min(LONGEST_EXAMPLE, most - room if most else LONGEST_EXAMPLE)
-    return _Examples(model, batch, sequence or longest).all(training)
+    return _Examples(model, batch, sequence or longest).make_all(training)
 
 
 def find_longest_input(model: nn.Module) -> int | None:
-    """The most positions that the model's config allows; None where it sets no limit.
+    """The most positions that the model's config allows; None if it sets no limit.
 
-    A table of positions that keeps rows for padding (it has a `padding_idx`) has fewer to give.
+    A position embedding with a `padding_idx` reserves its first rows, up to that one.
     """
     config = _find_text_config(model)
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     limit = next((n for n in (getattr(config, k, None) for k in names) if isinstance(n, int)), None)
     if limit is None or limit < 1:
         return None
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     padded = [
-        t.padding_idx for t in tables if t.num_embeddings == limit and t.padding_idx is not None
+        e.padding_idx for e in embeddings if e.num_embeddings == limit and e.padding_idx is not None
     ]
     return limit - 1 - max(padded) if padded else limit
 
 
 def order_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs in the order of the forward's signature, without those that only repeat a None."""
+    """The inputs in the order of the forward's signature, without those that repeat a default None.
+
+    Raises CaptureError for an unknown or a missing input.
+    """
     parameters = _list_parameters(model)
     _refuse_starred(model, inputs)
     unknown = [name for name in inputs if name not in parameters]
@@ -109,8 +110,8 @@ def order_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
     required = [n for n, p in parameters.items() if p.default is p.empty and n not in given]
     if required:
         raise CaptureError(
-            f"{type(model).__name__}: its forward needs {_quote_names(required)}, given were "
-            f"{_quote_names(given)}. Add {required[0]!r} to the inputs."
+            f"{type(model).__name__}: its forward needs {_quote_names(required)}, but the inputs "
+            f"are {_quote_names(given)}. Add {required[0]!r} to the inputs."
         )
     ordered = [n for n in parameters if n in given] + sorted(
         n for n in given if n not in parameters
@@ -121,8 +122,8 @@ def order_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def find_data_axes(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Axes]:
     """For each tensor among the leaves, the dims whose size belongs to the data.
 
-    Example: ids (2, 12) have `{0: ("batch", 2), 1: ("sequence", 12)}`; images (2, 3, 224, 224) only
-    the first; a mask (2, 1, 12, 12) beside such ids has both lengths too.
+    Example: ids (2, 12) have `{0: ("batch", 2), 1: ("sequence", 12)}`; images (2, 3, 224, 224) have
+    only the batch; a mask (2, 1, 12, 12) passed with such ids has both lengths too.
     """
     past = _find_past_axes(inputs)
     tensors = {n: v for n, v in name_leaves(inputs).items() if isinstance(v, torch.Tensor)}
@@ -152,9 +153,9 @@ def _is_positions(tensor: torch.Tensor | None) -> bool:
 
 
 def _free_lengths(axes: Axes, main: Axes, past: set[int]) -> Axes:
-    """Lengths other than the new words', a mask's or an encoder's, are free as the cache's are.
+    """The axes of an input next to a cache: lengths other than that of the new tokens are `past`.
 
-    What is as long as nothing in the cache, alone or with the new words, is no length.
+    A size that is neither a length in the cache nor one plus the new tokens is not a length.
     """
     new = {*main.values()}
     lengths = past | {a[1] + n for a in new for n in past}
@@ -178,10 +179,9 @@ def _find_past_axes(inputs: Mapping[str, Any]) -> dict[str, Axes]:
 def resize_for_trace(
     inputs: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str], limit: int | None
 ) -> dict[str, Any]:
-    """Fresh copies of the inputs, with sizes of our own along the axes whose kind is in `free`.
+    """Copies of the inputs, with our own sizes along the axes whose kind is in `free`.
 
-    Values are the given ones, tiled or cropped. Axes that are equal stay equal, and what requires a
-    gradient still does.
+    Values are tiled or cropped. Equal axes stay equal, and `requires_grad` is kept.
     """
     wanted = sorted({a for of in axes.values() for a in of.values() if a[0] in free}, key=_order_axis)
     sizes = _choose_sizes(wanted, limit)
@@ -199,14 +199,14 @@ def _order_axis(axis: Axis) -> tuple[int, str]:
 
 
 def _choose_sizes(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
-    """The sizes to trace at; a length that is the sum of a past one and a new one stays that."""
+    """The sizes to trace at; a length that is the sum of a past and a new one remains their sum."""
     sums = _find_sums(axes)
     chosen = _choose_distinct([a for a in axes if a not in sums], limit)
     return chosen | {a: chosen[past] + chosen[new] for a, (past, new) in sums.items()}
 
 
 def _find_sums(axes: list[Axis]) -> dict[Axis, tuple[Axis, Axis]]:
-    """Each length that is the sum of a past and a new one, with the two."""
+    """Each length that is the sum of a past and a new one, with these two."""
     lengths = [a for a in axes if a[0] not in ("batch", "kept")]
     past = [a for a in lengths if a[0] == "past"]
     new = [a for a in lengths if a[0] != "past"]
@@ -220,9 +220,7 @@ def _choose_distinct(axes: list[Axis], limit: int | None) -> dict[Axis, int]:
     longest = limit or max([SEQUENCE_SIZES[0], *(size for _, size in lengths)])
     legal = [n for n in SEQUENCE_SIZES if n <= longest]
     rest = [n for n in legal if n not in BATCH_SIZES[: len(batch)]]
-    kept = [
-        n for _, n in lengths if n not in rest
-    ]  # more lengths than our own sizes: the given ones
+    kept = [n for _, n in lengths if n not in rest]  # for more lengths than we have sizes
     ascending = sorted((rest + kept)[: len(lengths)])
     return dict(zip(batch, BATCH_SIZES, strict=False)) | dict(zip(lengths, ascending, strict=False))
 
@@ -242,14 +240,14 @@ def _find_batch_dims(tensor: torch.Tensor, batch: int) -> tuple[int, ...]:
 
 
 def _has_sequence(tensor: torch.Tensor, batch: int) -> bool:
-    """Whether dim 1 is a sequence by rank and type alone: words, masks, positions, or vectors."""
+    """Whether dim 1 is a sequence by rank and dtype alone: token ids, masks, positions, vectors."""
     if tensor.dim() == 3:
         return not _is_stacked(tensor, batch)
     return tensor.dim() == 2 and not tensor.is_floating_point()
 
 
 def _is_stacked(tensor: torch.Tensor, batch: int) -> bool:
-    """Whether it has several numbers for each word (kinds, batch, length): positions in a grid."""
+    """Whether it has several numbers per token (kinds, batch, length): positions in a grid."""
     return tensor.dim() == 3 and not tensor.is_floating_point() and tensor.shape[1] == batch
 
 
@@ -277,7 +275,7 @@ def _accepts_any(model: nn.Module) -> bool:
 
 
 def _refuse_starred(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Raises CaptureError where inputs could only be given as `*args`, which have no names."""
+    """Raise CaptureError if inputs could only be passed as `*args`, which have no names."""
     found = inspect.signature(model.forward).parameters.values()
     starred = [p.name for p in found if p.kind is p.VAR_POSITIONAL]
     if starred and (starred[0] in inputs or not _list_parameters(model)):
@@ -311,63 +309,63 @@ def _find_text_config(model: nn.Module) -> object:
 
 @dataclass(frozen=True, slots=True)
 class _Examples:
-    """Makes each kind of input of one model at the sizes asked for."""
+    """Makes each kind of input of one model at the requested sizes."""
 
     model: nn.Module
     batch: int
     sequence: int
 
-    def all(self, training: bool) -> dict[str, Any]:
+    def make_all(self, training: bool) -> dict[str, Any]:
         taken = _list_parameters(self.model)
         main = str(getattr(self.model, "main_input_name", "input_ids"))
         makers: dict[str, Callable[[], torch.Tensor]] = {
-            "input_ids": self.words,
-            "pixel_values": self.pixels,
-            "input_features": self.spectrum,
+            "input_ids": self.make_tokens,
+            "pixel_values": self.make_pixels,
+            "input_features": self.make_spectrum,
         }
         if main not in makers:
             raise PlanError(
-                f"{type(self.model).__name__}: its main input {main!r} cannot be made up, only "
-                f"{_quote_names(list(makers))}. Pass example_inputs={{{main!r}: tensor, …}}."
+                f"{type(self.model).__name__}: example inputs can be made for "
+                f"{_quote_names(list(makers))}, but its main input is {main!r}. Pass example_inputs={{{main!r}: tensor, …}}."
             )
         inputs: dict[str, Any] = {main: makers[main]()}
         if "attention_mask" in taken and main == "input_ids":
             inputs["attention_mask"] = torch.ones_like(inputs[main])
         if getattr(_find_config(self.model), "is_encoder_decoder", False):
-            inputs["decoder_input_ids"] = self.words()
+            inputs["decoder_input_ids"] = self.make_tokens()
         if training and "labels" in taken:
-            inputs["labels"] = self.labels()
+            inputs["labels"] = self.make_labels()
         return inputs | ({"use_cache": False} if "use_cache" in taken else {})
 
-    def words(self) -> torch.Tensor:
+    def make_tokens(self) -> torch.Tensor:
         size = getattr(_find_text_config(self.model), "vocab_size", 2)
-        return self._integers((self.batch, self.sequence), size)
+        return self._sample_integers((self.batch, self.sequence), size)
 
-    def labels(self) -> torch.Tensor:
+    def make_labels(self) -> torch.Tensor:
         loss = str(getattr(self.model, "loss_type", "") or "")
         if loss.endswith(("SequenceClassification", "ImageClassification")):
-            return self._integers((self.batch,), int(getattr(_find_config(self.model), "num_labels", 2)))
-        return self.words()
+            return self._sample_integers((self.batch,), int(getattr(_find_config(self.model), "num_labels", 2)))
+        return self.make_tokens()
 
-    def pixels(self) -> torch.Tensor:
+    def make_pixels(self) -> torch.Tensor:
         config = _find_config(self.model)
         config = (
             config if hasattr(config, "image_size") else getattr(config, "vision_config", config)
         )
         size = getattr(config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
-        return self._reals((self.batch, getattr(config, "num_channels", 3), height, width))
+        return self._sample_reals((self.batch, getattr(config, "num_channels", 3), height, width))
 
-    def spectrum(self) -> torch.Tensor:
+    def make_spectrum(self) -> torch.Tensor:
         config = _find_config(self.model)
         frames = 2 * getattr(config, "max_source_positions", 1500)  # the convolutions halve them
-        return self._reals((self.batch, getattr(config, "num_mel_bins", 80), frames))
+        return self._sample_reals((self.batch, getattr(config, "num_mel_bins", 80), frames))
 
-    def _integers(self, shape: tuple[int, ...], below: int) -> torch.Tensor:
+    def _sample_integers(self, shape: tuple[int, ...], below: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, below, shape, generator=generator).to(find_device(self.model))
 
-    def _reals(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def _sample_reals(self, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         return torch.randn(shape, generator=generator).to(find_device(self.model), dtype)
@@ -381,29 +379,29 @@ SHORT, LONGER = 8, 12
 
 
 def choose_inputs(
-    model: nn.Module, training: bool, captured: Callable[[Mapping[str, Any]], Program]
+    model: nn.Module, training: bool, capture: Callable[[Mapping[str, Any]], Program]
 ) -> tuple[Mapping[str, Any], Program]:
-    """Inputs to price a plan with, and the program that `captured` makes of them.
+    """Inputs to estimate costs with, and the program that `capture` makes of them.
 
-    They are the longest that the model takes (at most 4096), or short where the graph grows with
-    each word. Raises as `make_example_inputs` and `captured` do.
+    They are the longest that the model takes (at most 4096), or short if the graph grows with each
+    token. Raises as `make_example_inputs` and `capture` do.
     """
     longest = make_example_inputs(model, training)
     if (find_longest_input(model) or LONGER) < LONGER or not _is_longer(longest, SHORT):
-        return longest, captured(longest)
+        return longest, capture(longest)
     short, longer = (make_example_inputs(model, training, sequence=n) for n in (SHORT, LONGER))
-    program = captured(short)
+    program = capture(short)
     if program.dynamic and find_broken_guard(program, longest) is None:
         return longest, program
-    if not program.dynamic and _count_ops(captured(longer)) - _count_ops(program) >= LONGER - SHORT:
+    if not program.dynamic and _count_ops(capture(longer)) - _count_ops(program) >= LONGER - SHORT:
         return short, program
-    return longest, captured(longest)
+    return longest, capture(longest)
 
 
 def _is_longer(inputs: Mapping[str, Any], length: int) -> bool:
-    """Whether there are words, and more than `length` of them."""
-    words = inputs.get("input_ids")
-    return isinstance(words, torch.Tensor) and words.shape[1] > length
+    """Whether there are more than `length` input ids."""
+    ids = inputs.get("input_ids")
+    return isinstance(ids, torch.Tensor) and ids.shape[1] > length
 
 
 def _count_ops(program: Program) -> int:

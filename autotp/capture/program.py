@@ -1,9 +1,9 @@
-"""A captured forward pass: one flat FX graph with what is needed to run it on the model's own tree.
+"""A captured forward: one flat FX graph, and what is needed to run it on the model's own modules.
 
 FX is not wrapped: `graph` is a plain `torch.fx.Graph` whose parameters and buffers are `get_attr`
-nodes with the model's own dotted names, whose placeholders are the tensor inputs that were given,
-and whose output is a flat tuple. Every tensor-valued node has `meta["val"]` (a FakeTensor or meta
-tensor with symbolic sizes) and, where torch.export gave them, `nn_module_stack` and `stack_trace`.
+nodes with the model's own dotted names, whose placeholders are the tensor inputs, and whose output
+is a flat tuple. Every tensor-valued node has `meta["val"]` (a FakeTensor or meta tensor with
+symbolic sizes) and, where torch.export provides them, `nn_module_stack` and `stack_trace`.
 """
 
 import math
@@ -30,14 +30,14 @@ __all__ = [
 ]
 
 LOGITS_TO_KEEP: Final = "logits_to_keep"
-"""The argument that says which words to give logits of: how many of the last, or positions."""
+"""The argument that says for which tokens to return logits: how many of the last, or positions."""
 TOKEN_INPUTS: Final = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
-"""The arguments that hold new words; where there are several, those of the decoder come first."""
+"""The arguments for new tokens; of several, those of the decoder come first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A condition on the inputs under which the graph is the model's; a Python expression over `L`.
+    """A condition on the inputs under which the graph is valid: a Python expression over `L`.
 
     Example: `Guard("L['attention_mask'].size()[1] == L['input_ids'].size()[1]")`.
     """
@@ -49,8 +49,8 @@ class Guard:
 class Carried:
     """A tensor of a cache among the outputs.
 
-    - `path`: in the cache, e.g. `layers.0.keys`; `taken`: the input that it takes the place of in
-      the next call, empty where the cache began in this one.
+    - `path`: in the cache, e.g. `layers.0.keys`; `taken`: the input that it replaces in the next
+      call, empty if the cache is new in this one.
     """
 
     path: str
@@ -61,19 +61,19 @@ class Carried:
 class Program:
     """One variant of a model's forward.
 
-    - `inputs`: names of the tensor inputs, flattened, in the order of the graph's placeholders; a
-      nested input (a tuple of tensors) appears once a leaf, as `name.0`, `name.1`.
-    - `constants`: the non-tensor inputs that were given (`use_cache=False`), by leaf name; they are
-      baked into the graph.
+    - `inputs`: the names of the tensor inputs, flattened, in the order of the graph's placeholders;
+      each leaf of a nested input (a tuple of tensors) has its own name: `name.0`, `name.1`.
+    - `constants`: the non-tensor inputs (`use_cache=False`), by leaf name; they are baked into the
+      graph.
     - `out_spec`: rebuilds the model's own output from the graph's flat tuple.
     - `lifted`: tensors that the forward made as constants, by their `get_attr` name
-      (`_const_<hash>`); of a model on the meta device they have no values.
-    - `tied`: alias parameter name to the one name that the graph uses.
+      (`_const_<hash>`); those of a model on the meta device have no values.
+    - `tied`: for each alias of a parameter, the name that the graph uses.
     - `data_dims`: for each tensor input, the dims whose size belongs to the data (batch, sequence):
-      never split over the group, even where the capture had to fix them.
-    - `dynamic`: False when the sequence had to be fixed; `reason` says why.
-    - `training`: the model's mode (dropout) when captured.
-    - `baked`: the numbers of the model's forward hooks whose work is in the graph.
+      they are never sharded, even where the capture had to fix their size.
+    - `dynamic`: False if the sequence length had to be fixed; `reason` says why.
+    - `training`: whether the model was in train mode.
+    - `baked`: the numbers of the forward hooks that the graph contains.
     - `carried`: the outputs, by number, that are tensors of a cache.
     """
 
@@ -93,7 +93,7 @@ class Program:
 
 
 def name_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of the inputs by name: `name`, or `name.0`, `name.1` … where the input is nested.
+    """The leaves of the inputs by name: `name`, or `name.0`, `name.1` … for a nested input.
 
     Example: `name_leaves({"x": a, "pair": (b, c)})` is `{"x": a, "pair.0": b, "pair.1": c}`.
     """
@@ -107,25 +107,25 @@ def name_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def list_tensor_leaves(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Those of `name_leaves` that are tensors."""
+    """The leaves of `name_leaves` that are tensors."""
     leaves = name_leaves(inputs)
     return {k: v for k, v in leaves.items() if isinstance(v, torch.Tensor)}
 
 
 def find_broken_guard(program: Program, inputs: Mapping[str, Any]) -> Guard | None:
-    """The first guard of `program` that `inputs` break; None when its graph is right for them.
+    """The first guard of `program` that `inputs` violate; None if its graph is valid for them.
 
     Constraints:
-    - `inputs` holds every tensor input of the program (nested ones as given to the model).
+    - `inputs` has every tensor input of the program, nested as the model takes it.
     """
     return find_first_broken(program.guards, inputs)
 
 
 def find_first_broken(guards: Iterable[Guard], inputs: Mapping[str, Any]) -> Guard | None:
-    """The first of `guards` that `inputs` break."""
+    """The first of `guards` that `inputs` violate."""
     scope = {"L": inputs, "torch": torch, "math": math}
     every = tuple(guards)
-    if eval(_compile_guard(_combine_guards(every)), scope):  # at once: a call asks this of hundreds
+    if eval(_compile_guard(_combine_guards(every)), scope):  # all in one expression: there may be hundreds
         return None
     return next((g for g in every if not eval(_compile_guard(g.expression), scope)), None)
 

@@ -1,6 +1,4 @@
-"""The model as it is given: its tensors once each, a mark to know it by, and a copy without
-values.
-"""
+"""The user's model: each of its tensors once, its fingerprint, and copies without values."""
 
 import copy
 import hashlib
@@ -30,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:
-    """The model as it is: parameters and buffers by their first name, and further names of each."""
+    """The parameters and buffers of a model by their first names, and the further names of each."""
 
     name: str
     parameters: Mapping[str, torch.Tensor]
@@ -38,14 +36,14 @@ class SourceModel:
     tied: Mapping[str, str]
 
 
-def compute_fingerprint(whole: SourceModel) -> str:
+def compute_fingerprint(source: SourceModel) -> str:
     """A hash over the names, shapes and dtypes of a model's parameters."""
-    lines = (f"{n} {tuple(t.shape)} {t.dtype}" for n, t in whole.parameters.items())
+    lines = (f"{n} {tuple(t.shape)} {t.dtype}" for n, t in source.parameters.items())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def read_source_model(model: nn.Module) -> SourceModel:
-    """The tensors of a model, once each, by their first names."""
+    """Each tensor of a model once, by its first name."""
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     parameters: dict[str, torch.Tensor] = {}
@@ -61,9 +59,9 @@ def read_source_model(model: nn.Module) -> SourceModel:
 def copy_without_memory(model: nn.Module) -> nn.Module:
     """A copy of the model on its own device whose tensors have shapes and strides, but no memory.
 
-    Unlike a copy on meta it is captured as the model itself is: code that asks for the device takes
-    the same way, and constants made in the forward keep their values. Of a model on meta the copy
-    is on the CPU, so that its graph is the one that the model has once its weights are there.
+    Unlike a copy on meta, it is captured as the model itself is: code that depends on the device
+    takes the same branch, and constants made in the forward have values. The copy of a model on
+    meta is on the CPU, so that its graph is that of the model with its weights loaded.
     """
     metas = [t for t in _list_plain_tensors(model) if t.is_meta]
     memo: dict[int, Any] = {id(t): torch.zeros_like(t, device="cpu") for t in metas}
@@ -76,7 +74,7 @@ def copy_without_memory(model: nn.Module) -> nn.Module:
 
 
 def find_device(model: nn.Module) -> torch.device:
-    """Where a model's first parameter is; the CPU if it has none."""
+    """The device of a model's first parameter; the CPU if it has none."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
@@ -86,15 +84,15 @@ def is_meta(model: nn.Module) -> bool:
 
 
 def _list_plain_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that modules hold as plain attributes, neither parameters nor buffers."""
+    """Tensors that are plain attributes of modules, neither parameters nor buffers."""
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
-    held = [list(vars(module).values()) for module in model.modules()]
-    leaves = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.Tensor)]
+    attributes = [list(vars(module).values()) for module in model.modules()]
+    leaves = [leaf for leaf in pytree.tree_leaves(attributes) if isinstance(leaf, torch.Tensor)]
     return [leaf for leaf in leaves if id(leaf) not in known]
 
 
 def list_meta_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors on meta that modules hold as plain attributes, by the module's path."""
+    """Tensors on meta that are plain attributes of modules, by path."""
     lost = {id(t) for t in _list_plain_tensors(model) if t.is_meta}
     return [
         (f"{path}.{name}".removeprefix("."), leaf)
@@ -107,37 +105,36 @@ def list_meta_attributes(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def copy_leftovers(model: nn.Module) -> dict[int, Any]:
-    """Copies of what a call left on modules, by identity: `copy.deepcopy` refuses their history."""
+    """Copies, by identity, of tensors with a grad_fn on modules: `copy.deepcopy` refuses these."""
     return {id(t): t.detach().clone() for t in _list_plain_tensors(model) if not t.is_leaf}
 
 
-def check_values(name: str, whole: torch.Tensor, device: torch.device) -> None:
-    """Raises WeightsError if a parameter has no values to put on `device`."""
-    if whole.is_meta and device.type != "meta":
+def check_values(name: str, parameter: torch.Tensor, device: torch.device) -> None:
+    """Raise WeightsError if a parameter has no values to put on `device`."""
+    if parameter.is_meta and device.type != "meta":
         raise WeightsError(
-            f"parameter {name} {list(whole.shape)} is on meta and has no values to put on "
+            f"parameter {name} {list(parameter.shape)} is on meta and has no values to put on "
             f"{device}. Load the weights before parallelizing; planning and rank= need none."
         )
 
 
 def copy_without_values(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Inputs like the given ones on `device`, where the model was: its shards may be elsewhere.
-
-    Integers keep their values: a forward may ask for them.
+    """Zeros in place of the inputs, on `device`; integers keep their values, for forwards that read
+    them.
     """
 
-    def alike(x: object) -> object:
+    def copy_input(x: object) -> object:
         if not isinstance(x, torch.Tensor):
             return x
         if not (x.is_floating_point() or x.is_complex() or x.is_meta):
             return x.to(device)
         return torch.zeros_like(x, device=device, requires_grad=x.requires_grad)
 
-    return {name: pytree.tree_map(alike, value) for name, value in inputs.items()}
+    return {name: pytree.tree_map(copy_input, value) for name, value in inputs.items()}
 
 
 def _drop_storage(tensor: torch.Tensor) -> torch.Tensor:
     device = "cpu" if tensor.is_meta else tensor.device
-    hollow = torch.empty_like(tensor, requires_grad=False, device=device)
-    hollow.untyped_storage().resize_(0)
-    return hollow
+    empty = torch.empty_like(tensor, requires_grad=False, device=device)
+    empty.untyped_storage().resize_(0)
+    return empty

@@ -1,4 +1,4 @@
-"""What overrides, or a plan given to follow, leave to each parameter."""
+"""Constraints on the placement of a parameter: from overrides, or from a plan to follow."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,34 +21,34 @@ __all__ = [
 ]
 
 _NO_SUCH_DIM = {
-    "column": "no op that reads it turns a dim of it into one of its result",
-    "row": "no op that reads it contracts a dim of it",
-    "vocabulary": "it is neither a looked-up table nor a head over classes",
-    "expert": "no op chooses among parts of it",
+    "column": "no op that reads it maps one of its dims to a dim of the result",
+    "row": "no op that reads it contracts one of its dims",
+    "vocabulary": "it is neither an embedding nor a classification head",
+    "expert": "it is not one weight of several experts",
 }
 
 
 def check_followed_plan(plan: Plan, model: SourceModel, tp: int, *, training: bool) -> Plan:
-    """The plan given to follow; PlanError if it is of another model, size or mode."""
+    """Return `plan`; raise PlanError if it is for another model, tp size or mode."""
     where = f"plan= (for {plan.model}, tp {plan.tp})"
     if plan.tp != tp:
-        raise PlanError(f"{where}: tp is {tp} here. Give a plan for tp {tp}, or tp={plan.tp}.")
+        raise PlanError(f"{where}: tp is {tp} here. Pass a plan for tp {tp}, or tp={plan.tp}.")
     if plan.fingerprint != compute_fingerprint(model):
         raise PlanError(
             f"{where}: its {len(plan.parameters)} parameters are not the "
             f"{len(model.parameters)} of {model.name}{_describe_difference(plan, model)}. "
-            "Give the plan of this very model, or none."
+            "Pass the plan of this very model, or none."
         )
     if plan.training != training:
         raise PlanError(
-            f"{where}: was made with training={plan.training}, asked for is "
-            f"training={training}. Pass training={plan.training}, or make another plan."
+            f"{where}: the plan was made with training={plan.training}, but training={training} is "
+            f"requested. Pass training={plan.training}, or make another plan."
         )
     return plan
 
 
 def constrain_to_plan(plan: Plan, analysis: Analysis) -> dict[str, "PlanConstraint"]:
-    """Every parameter split as `plan` says; model ones stay model, however gradients are summed."""
+    """Shard every parameter as `plan` does; the kind of gradient of a replicated one is free."""
     return {name: PlanConstraint(plan, analysis, name) for name in analysis.parameters}
 
 
@@ -59,10 +59,11 @@ def constrain_to_overrides(
     matching: Matching,
     tp: int,
 ) -> dict[str, "OverrideConstraint"]:
-    """What `overrides` (globs to layouts) leave to the parameters they name; later ones win.
+    """The constraints of `overrides` (globs to layouts) on the parameters that match; later ones win.
 
-    A bias follows its product: where a glob names it beside a weight that is to be cut along a
-    contracted axis or the vocabulary, it is left free. So is what a glob names beside experts.
+    A bias follows its product: if a glob matches it together with a weight that is to be sharded
+    along a contracted axis or the vocabulary, the bias stays free. So does a parameter that an
+    `expert` glob matches together with experts, but that is not an expert itself.
     """
     allowed: dict[str, OverrideConstraint] = {}
     layouts = Layouts(analysis, matching)
@@ -71,8 +72,8 @@ def constrain_to_overrides(
         several = matching.experts.keys() & {*chosen}
         for name in chosen:
             follows = name != glob and layout not in ("column", "replicated")
-            beside = layout == "expert" and several and name not in several
-            if not (follows and (beside or layouts.is_bias(name))):
+            not_expert = layout == "expert" and several and name not in several
+            if not (follows and (not_expert or layouts.is_bias(name))):
                 allowed[name] = OverrideConstraint(layouts, name, glob, layout, tp)
     return allowed
 
@@ -86,29 +87,29 @@ class PlanConstraint:
     name: str
 
     def __call__(self, placement: Placement) -> bool:
-        """Whether `placement` cuts the parameter as the plan does."""
+        """Whether `placement` shards the parameter as the plan does."""
         record = self.plan.parameters[self.name]
         if not placement.is_split:
             return record.dim is None
         if placement.dim != record.dim:
             return False
-        cut = self.analysis.split((self.analysis.parameters[self.name], 0), placement)
-        return cut is not None and cut.encode() == record.split
+        sharded = self.analysis.split((self.analysis.parameters[self.name], 0), placement)
+        return sharded is not None and sharded.encode() == record.split
 
     def explain_refusal(self, possible: Sequence[Placement]) -> str:
-        """That no op of this graph can read the parameter as the plan cuts it."""
+        """That no op of this graph can read the parameter as the plan shards it."""
         record = self.plan.parameters[self.name]
         return (
-            f"plan= (for {self.plan.model}, tp {self.plan.tp}): it cuts {self.name} "
-            f"{list(record.shape)} along dim {record.dim} ({record.axis}), but of the "
-            f"{len(possible)} placements that the ops of this graph leave to it none does. "
-            "Make the plan with these inputs as example_inputs=, or give an override."
+            f"plan= (for {self.plan.model}, tp {self.plan.tp}): it shards {self.name} "
+            f"{list(record.shape)} along dim {record.dim} ({record.axis}), but none of the "
+            f"{len(possible)} placements that the ops of this graph allow does so. "
+            "Make the plan with these inputs as example_inputs=, or add an override."
         )
 
 
 @dataclass(frozen=True, slots=True)
 class OverrideConstraint:
-    """One parameter, laid out as an override asks."""
+    """One parameter, laid out as an override requests."""
 
     layouts: Layouts
     name: str
@@ -117,17 +118,17 @@ class OverrideConstraint:
     tp: int
 
     def __call__(self, placement: Placement) -> bool:
-        """Whether `placement` is of the layout asked for."""
+        """Whether `placement` has the requested layout."""
         return self.layouts.fits(self.name, placement, self.layout)
 
     def explain_refusal(self, possible: Sequence[Placement]) -> str:
-        """Why the layout is impossible, which others are possible, and which tp sizes would do."""
+        """Why the layout is impossible, which others are possible, and which tp sizes allow it."""
         node = self.layouts.analysis.parameters[self.name]
         shape = list(self.layouts.analysis.metas[(node, 0)].shape)
         return (
-            f"overrides: {self.glob!r} asks for layout {self.layout!r}, which {self.name} {shape} "
+            f"overrides: {self.glob!r} requests layout {self.layout!r}, which {self.name} {shape} "
             f"cannot have over {self.tp} ranks: {self._explain()}. "
-            f"Possible for it are {', '.join(self._list_alternatives(possible))}."
+            f"Its possible layouts are {', '.join(self._list_alternatives(possible))}."
         )
 
     def _explain(self) -> str:
@@ -137,19 +138,19 @@ class OverrideConstraint:
         named = f"its axis {self._name_axes(axes)}"
         fitting = sorted({n for axis in axes for n in self._list_fitting_sizes(axis)})
         if self.tp in fitting:
-            return f"no op that reads it can run on parts of {named}"
+            return f"no op that reads it can run on shards of {named}"
         numbers = ", ".join(map(str, fitting[:12]))
-        return f"{named} has no parts for {self.tp} ranks; tp sizes that split it: {numbers}"
+        return f"{named} cannot be sharded over {self.tp} ranks; tp sizes that split it: {numbers}"
 
     def _list_fitting_sizes(self, axis: Atom) -> Iterator[int]:
-        """The tp sizes that an axis can be cut for: up to its size in a pair, else its divisors."""
+        """The tp sizes that can shard an axis: up to its size in a pair, else its divisors."""
         size = axis.units
         matching = self.layouts.matching
         paired = axis in {a for p in matching.pairs for a in p.axes} | {*matching.experts.values()}
         return (n for n in range(2, size + 1) if paired or size % n == 0)
 
     def _list_splits(self) -> Iterator[tuple[Placement, Atom]]:
-        """Every cut of the parameter along one of its axes, at any tp."""
+        """Every way to shard the parameter along one of its axes, at any tp."""
         analysis = self.layouts.analysis
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
             for axis in analysis.forest.leaves(dim):
@@ -174,12 +175,12 @@ class OverrideConstraint:
         """The axes by name and size, those in no pair by size: `heads (8) or one of 64`."""
         words = {a: w for pair in self.layouts.matching.pairs for a, w in pair.words.items()}
         sized = sorted((a.units, words.get(a.name, "")) for a in set(axes))
-        told = [f"{word} ({size})" if word else f"one of {size}" for size, word in sized]
-        return " or ".join(dict.fromkeys(told)).removeprefix("one ")
+        texts = [f"{word} ({size})" if word else f"one of {size}" for size, word in sized]
+        return " or ".join(dict.fromkeys(texts)).removeprefix("one ")
 
 
 def _match_glob(glob: str, layout: str, model: SourceModel, analysis: Analysis) -> list[str]:
-    """The parameters that a glob names."""
+    """The parameters that a glob matches."""
     check_layout(glob, layout)
     names = [n for n in analysis.parameters if matches_glob(n, glob)]
     if not names:
@@ -187,7 +188,7 @@ def _match_glob(glob: str, layout: str, model: SourceModel, analysis: Analysis) 
         close = get_close_matches(glob, every, 3, 0.3) or every[:3]
         raise PlanError(
             f"overrides: {glob!r} matches none of the {len(every)} parameters of "
-            f"{model.name}. Names are such as {', '.join(close)}."
+            f"{model.name}. Similar names are {', '.join(close)}."
         )
     return names
 

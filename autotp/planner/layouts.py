@@ -1,11 +1,11 @@
-"""Human layouts of parameters: by the op that reads them, not by how they are stored.
+"""The layouts that people name: by the op that reads a parameter, not by how it is stored.
 
-column      cut along an axis the op produces (GPT-2's transposed weights: dim 1)
-row         cut along an axis the op contracts
-expert      cut along the axis of which a unit is one weight of several: each rank has whole ones
-vocabulary  a table or head cut along the vocabulary; wins over column
-norm        a whole vector that scales or shifts what it meets
-replicated  whole on every rank
+column      sharded along an axis that the op produces (dim 1 of GPT-2's transposed weights)
+row         sharded along an axis that the op contracts
+expert      sharded along the expert axis: every rank has complete experts
+vocabulary  an embedding or head sharded along the vocabulary; wins over column
+norm        a replicated vector that scales or shifts an activation
+replicated  the same full tensor on every rank
 """
 
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ from autotp.planner.analysis import Analysis, Matching, Use
 __all__ = ["LAYOUTS", "Layouts", "check_layout", "matches_glob"]
 
 LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
-"""What an override may ask for."""
+"""The layouts that an override may request."""
 
 
 class Layouts:
@@ -47,7 +47,7 @@ class Layouts:
         return "row" if self._is_contracted_along(name, axes) else "column"
 
     def fits(self, name: str, placement: Placement, layout: str) -> bool:
-        """Whether `placement` is what an override that asks for `layout` may mean."""
+        """Whether `placement` satisfies an override to `layout`."""
         if not placement.is_split:
             return layout == "replicated"
         axes = placement.partition.axes
@@ -58,17 +58,17 @@ class Layouts:
         return layout in (plain, self.name_layout(name, placement))
 
     def is_by_expert(self, name: str, axes: Iterable[str]) -> bool:
-        """Whether a weight or bias of experts is cut along their axis."""
+        """Whether a weight or bias of experts is sharded along the expert axis."""
         return not self.experts.isdisjoint(axes) and not self._is_router(name)
 
     def _is_router(self, name: str) -> bool:
-        """Whether a weight is contracted, and yet is no expert's: it says which expert."""
+        """Whether a weight is contracted but is not an expert's: it selects the experts."""
         if name in self.matching.experts:
             return False
         return any(_is_contracted(use, k) for use, k in self.analysis.list_parameter_readers(name))
 
     def is_norm(self, name: str) -> bool:
-        """Whether a vector scales or shifts what it meets, rather than being a product's bias."""
+        """Whether a vector scales or shifts an activation, rather than being a product's bias."""
         node = self.analysis.parameters[name]
         if len(self.analysis.dims[(node, 0)]) != 1:
             return False
@@ -122,11 +122,11 @@ def matches_glob(name: str, glob: str) -> bool:
 
 
 def check_layout(glob: str, layout: str) -> None:
-    """Refuses a word for a layout that is none, asked for by an override's glob."""
+    """Raise PlanError if `layout`, requested by an override's glob, is not a layout."""
     if layout not in LAYOUTS:
         close = get_close_matches(layout, LAYOUTS, 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise PlanError(
-            f"overrides: {glob!r} asks for layout {layout!r}; layouts are "
+            f"overrides: {glob!r} requests layout {layout!r}; the layouts are "
             f"{', '.join(LAYOUTS)}.{hint}"
         )

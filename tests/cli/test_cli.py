@@ -166,7 +166,7 @@ def test_dry_run_into_a_file_is_refused(
     ("options", "said"),
     [
         (["--machine", "h10"], "machine 'h10' is unknown. Did you mean 'h100'?"),
-        (["--override", "*=colum"], "asks for layout 'colum'; layouts are"),
+        (["--override", "*=colum"], "requests layout 'colum'; the layouts are"),
         (["--json", "/no/such/place.json"], "--json: /no/such is not a directory"),
         (["--sequence", "99"], "sequence 99, but its config has 32 positions"),
     ],

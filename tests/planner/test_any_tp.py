@@ -96,7 +96,7 @@ def test_an_override_that_forces_such_a_split_is_told_the_legal_sizes() -> None:
     with pytest.raises(PlanError) as caught:
         autotp.plan(model, 6, example_inputs=inputs, overrides={"*.o_proj": "row"})
 
-    assert "over 6 ranks: its axis heads (5) or one of 8 has no parts for 6 ranks" in str(
+    assert "over 6 ranks: its axis heads (5) or one of 8 cannot be sharded over 6 ranks" in str(
         caught.value
     )
-    assert "tp sizes that split it: 2, 3, 4, 5, 8. Possible for it are" in str(caught.value)
+    assert "tp sizes that split it: 2, 3, 4, 5, 8. Its possible layouts are" in str(caught.value)

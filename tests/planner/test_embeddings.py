@@ -67,7 +67,7 @@ def test_a_gradient_scaled_by_frequency_keeps_the_rows_whole() -> None:
 
     assert evidence.ok
     rows = {"table.weight": "vocabulary"}
-    with pytest.raises(autotp.PlanError, match="Possible for it are column"):
+    with pytest.raises(autotp.PlanError, match="Its possible layouts are column"):
         autotp.plan(model, 2, example_inputs=inputs, training=True, overrides=rows)
 
 
@@ -161,8 +161,8 @@ def tables(places: int) -> Captured:
 @pytest.mark.parametrize("places", [16, 18])
 def test_a_table_too_short_to_cut_keeps_no_other_whole(places: int, tp: int) -> None:
     reasons = {
-        3: "it is in no pair, and tp 3 divides none of its axes (2, 32)",
-        4: "it is in no pair: along dim 1 (32): aten.add.Tensor at add (",
+        3: "not in a column/row pair, and tp 3 divides none of its axes (2, 32)",
+        4: "not in a column/row pair: sharding dim 1 (32) is prevented by aten.add.Tensor at add (",
     }
     plan = tables(places).proven(tp)
 

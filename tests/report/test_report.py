@@ -322,8 +322,9 @@ def test_a_bias_of_a_product_that_stays_whole_is_none_of_a_row_parallel_layer() 
     record = plan.parameters["embeddings.patch_embeddings.projection.bias"]
 
     assert (
-        "it is in no pair: along dim 0 (64): aten.layer_norm.default at layers.0.layernorm_before "
-        "(modeling_vit.py:…) needs it whole, an all-gather of 4352 bytes there"
+        "not in a column/row pair: sharding dim 0 (64) needs a 4,352-byte all-gather before "
+        "aten.layer_norm.default at layers.0.layernorm_before (modeling_vit.py:…), which needs it "
+        "unsharded"
     ) == re.sub(r"py:\d+", "py:…", record.reason)
 
 

@@ -69,12 +69,12 @@ def test_a_rank_that_cannot_plan_is_not_waited_for(pool: Pools) -> None:
     first, *others = pool(3).run(overriding, layouts, timeout=SECONDS)
 
     assert [first, first] == others
-    assert "asks for layout 'expert'" in first
+    assert "requests layout 'expert'" in first
 
 
 def test_a_fault_that_all_ranks_share_is_told_as_itself(pool: Pools) -> None:
     for found in pool(3).run(overriding, ["expert"] * 3, timeout=SECONDS):
-        assert "asks for layout 'expert'" in found
+        assert "requests layout 'expert'" in found
 
 
 def test_a_bug_on_one_rank_is_told_to_all(pool: Pools) -> None:

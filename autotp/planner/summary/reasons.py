@@ -1,7 +1,7 @@
-"""Why a pair, or a parameter, stays model on every rank: a true reason, in words.
+"""Why a pair, or a parameter, is replicated on every rank.
 
-A reason names what stands in the way: an axis with its size, or an op with its place. Vectors that
-scale or shift and are together below `DETAIL` of the bytes are told so in one line.
+A reason names the obstacle: an axis with its size, or an op with its source line. Norm vectors that
+together have less than `DETAIL` of the parameter bytes share one short reason.
 """
 
 from collections import defaultdict
@@ -24,11 +24,11 @@ from autotp.records.replication import star_layers
 __all__ = ["Reasons"]
 
 DETAIL: Final = 0.001
-"""The share of the bytes, repeats over layers together, above which every reason has its place."""
+"""The share of all parameter bytes, summed over layers, above which a reason names the op."""
 
 
 class Reasons:
-    """The reasons of one decision; `names` are those of the pairs' axes."""
+    """The reasons of one decision; `names` gives the printed name of each axis."""
 
     def __init__(
         self,
@@ -47,24 +47,24 @@ class Reasons:
             self.repeated[star_layers(name)] += tensor.nbytes
 
     def explain_pair(self, pair: AxisPair) -> str:
-        """Why a pair stays model, with the tp sizes that would split it."""
+        """Why a pair is not sharded, with the tp sizes that would shard it."""
         if self._has_too_few_units(pair.axes, pair):
             return self._explain_too_few_units(pair)
         names = (*pair.openers, *pair.closers)
         others = [a for n in names for a in self._list_split_axes(n)]
         if others:
-            told = ", ".join(dict.fromkeys(self._name_axis(a) for a in others))
-            return f"its parameters are cut along another axis: {told}"
+            axes = ", ".join(dict.fromkeys(self._name_axis(a) for a in others))
+            return f"its parameters are sharded along another axis: {axes}"
         return self._explain_paired(max(names, key=self._count_bytes), pair.axes)
 
     def explain_parameter(self, name: str, layout: str) -> str:
-        """Why every rank holds a parameter model."""
+        """Why a parameter is replicated."""
         if self.call.tp == 1:
-            return "there is one rank"
+            return "tp is 1"
         if name not in self.found.analysis.parameters:
             return f"unused: no op of the captured graph ({self.call.variant}) reads it"
         if any(self._is_requested(name, glob) for glob in self.call.overrides):
-            return "an override asks for it"
+            return "an override requests it"
         pair = self.found.matching.pair_of.get(name)
         if pair is not None:
             home = self.found.matching.home[name]
@@ -79,21 +79,21 @@ class Reasons:
             layout == "norm"
             and self.repeated[star_layers(name)] <= DETAIL * self._count_all_bytes()
         ):
-            return "it scales or shifts what every rank holds model"
+            return "it scales or shifts a replicated value"
         return self._explain_unpaired(name)
 
     def explain_segments(self, split: Split, dim: int, axis: str) -> str:
-        """Why every rank holds a part of a parameter that is cut; empty if there is none."""
+        """Why some segments of a sharded parameter are replicated; empty if none are."""
         if not split.whole():
             return ""
         word = axis.rpartition(".")[2]
         return (
-            f"segments of dim {dim} without {word} are model on every rank: {split.whole()} of its "
+            f"segments of dim {dim} without {word} are replicated: {split.whole()} of its "
             f"{split.length()} elements"
         )
 
     def _has_too_few_units(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
-        """Whether `axes` have too few units, and their pair no way to share them."""
+        """Whether `axes` have fewer units than ranks, and the group cannot be factored."""
         few = all(a.units < self.call.tp for a in axes)
         return few and not factor_pair(pair, self.call.tp)
 
@@ -108,69 +108,68 @@ class Reasons:
         )
 
     def _list_split_axes(self, name: str) -> tuple[str, ...]:
-        """What a parameter is cut along."""
+        """The axes along which a parameter is sharded."""
         return self.found.decision.parameters.get(name, REPLICATED).partition.axes
 
     def _find_summed_product(self, name: str) -> str:
-        """Where the products are that a bias is added to, if they are partial sums before it."""
+        """The row-parallel product that a bias is added to, with its place; empty if there is none."""
         strategies = self.found.decision.strategies
         products = self.layouts.find_products(name) if len(self._list_dims(name)) == 1 else []
         partial = bool(products) and all(PARTIAL in strategies[n].results for n in products)
         return describe_place(products[0]) if partial else ""
 
     def _explain_paired(self, name: str, axes: Sequence[Atom]) -> str:
-        """Why a parameter stays model that its pair's axes would cut."""
+        """Why a parameter is replicated although it is in a pair."""
         size = self._count_bytes(name)
         least = self.call.shard_threshold * max(t.nbytes for t in self.model.parameters.values())
         if size < least:
-            return f"its {size} bytes are below the threshold of {int(least)}"
+            return f"its {size:,} bytes are below the shard threshold of {int(least):,} bytes"
         if self.call.overrides:
-            return "other layouts were call for"
+            return "the overrides request other layouts"
         return self._explain_axes(name, axes)
 
     def _explain_unpaired(self, name: str) -> str:
-        """Why a parameter of no pair stays model: it is cut where that costs nothing."""
+        """Why a parameter in no pair is replicated: sharding it would cost communication."""
         axes = [
             a for dim in self._list_dims(name) for a in self.layouts.analysis.forest.leaves(dim)
         ]
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return f"it is in no pair, and tp {self.call.tp} divides none of its axes ({sizes})"
-        return f"it is in no pair: {self._explain_axes(name, fitting)}"
+            return f"not in a column/row pair, and tp {self.call.tp} divides none of its axes ({sizes})"
+        return f"not in a column/row pair: {self._explain_axes(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:
         return axis.is_splittable and axis.units % self.call.tp == 0
 
     def _explain_axes(self, name: str, axes: Sequence[Atom]) -> str:
-        """Where cuts of a parameter along `axes` end, those that end alike together."""
+        """What sharding a parameter along each of `axes` would cost; equal costs are merged."""
         found: dict[str, list[str]] = defaultdict(list)
         contains = self.layouts.analysis.forest.contains
         for number, dim in enumerate(self._list_dims(name)):
             for axis in (a for a in dict.fromkeys(axes) if contains(dim, a)):
                 found[self._explain_axis(name, number, axis)].append(f"dim {number} ({axis.size})")
         return "; ".join(
-            f"along {' and '.join(dict.fromkeys(dims))}: {end}" for end, dims in found.items()
+            f"sharding {' and '.join(dict.fromkeys(dims))} {end}" for end, dims in found.items()
         )
 
     def _explain_axis(self, name: str, dim: int, axis: Atom) -> str:
-        """Where a cut of a dim along one axis ends."""
-        met, stop = self.walk.find_meeting_op(name, dim, axis), self.walk.find_stop(name, dim, axis)
-        if met is not None and (stop is None or stop.node is not met):
-            return f"{describe_place(met)} meets it with what is model"
+        """What sharding a dim along one axis would cost, or what prevents it."""
+        meeting = self.walk.find_meeting_op(name, dim, axis)
+        stop = self.walk.find_stop(name, dim, axis)
+        if meeting is not None and (stop is None or stop.node is not meeting):
+            return f"is prevented by {describe_place(meeting)}, whose other operand is replicated"
         if stop is None:
-            return "nothing reads it"
+            return "has no use: no op reads it"
+        size = f"{self.pricing.count_bytes(self.found.analysis.metas[stop.value]):,}-byte"
         if stop.node is None:
-            return f"an output of the model needs it model, {self._describe_collective('gather', stop)}"
+            return f"needs a {size} all-gather before it is an output of the model"
+        place = describe_place(stop.node)
         if not stop.why:
-            return f"{describe_place(stop.node)} leaves a partial sum, {self._describe_collective('reduce', stop)}"
-        price = f", {self._describe_collective('gather', stop)}"
-        weight = stop.value in self.found.analysis.weights
-        return f"{describe_place(stop.node)} {stop.why}" + ("" if weight else price)
-
-    def _describe_collective(self, kind: str, stop: Stop) -> str:
-        size = self.pricing.count_bytes(self.found.analysis.metas[stop.value])
-        return f"an all-{kind} of {size} bytes there"
+            return f"needs a {size} all-reduce after {place}, which leaves partial sums"
+        if stop.value in self.found.analysis.weights:
+            return f"is prevented by {place}, which {stop.why}"
+        return f"needs a {size} all-gather before {place}, which {stop.why}"
 
     def _list_dims(self, name: str) -> tuple[tuple[Atom, ...], ...]:
         analysis = self.found.analysis
