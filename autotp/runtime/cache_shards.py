@@ -27,7 +27,7 @@ def slice_caches(
     states = ((name, v) for name, v in inputs.items() if isinstance(v, CacheState))
     for number, (name, state) in enumerate(states):
         prefix = f"{number}." if number else ""
-        for i, (path, leaf) in enumerate(zip(state.spec.paths(), state.leaves, strict=True)):
+        for i, (path, leaf) in enumerate(zip(state.spec.list_paths(), state.leaves, strict=True)):
             record = records.get(prefix + path)
             if record is None or record.dim is None or leaf.numel() == 0:
                 continue
@@ -37,7 +37,7 @@ def slice_caches(
             if given != record.size:
                 raise CaptureError(
                     f"{name}: {path} has size {given} at dim {record.dim}; the full size is "
-                    f"{record.size}, and that of rank {rank} of {tp} is {mine}. Start from an empty "
+                    f"{record.size}, and rank {rank} of {tp} has {mine}. Start from an empty "
                     f"cache, or give the cache of the unsharded model, with size {record.size}."
                 )
             own = found.setdefault(name, list(state.leaves))

@@ -154,8 +154,8 @@ def _expand_inputs(expand: Callable[..., Any]) -> Callable[..., Any]:
         seen = [name for name in kwargs if name.startswith(_SEEN) and kwargs[name] is not None]
         if size > 1 and seen:
             raise PlanError(
-                f"{type(self).__name__}: {size} sequences per prompt were requested, but the rows of "
-                f"{seen[0]} are patches or images, not prompts, and repeating them would assign "
+                f"{type(self).__name__}: {size} sequences per prompt were requested, but the rows "
+                f"of {seen[0]} are patches or images, not prompts, and repeating them would assign "
                 "them to other prompts. Request one sequence (num_beams=1, "
                 f"num_return_sequences=1), or give each prompt and its images {size} times."
             )

@@ -64,7 +64,7 @@ class Layer(FixedModule):
         """Run the layer's graph of the variant."""
         if variant is None or kwargs:
             raise PlanError(
-                f"{type(self).__name__}: a layer of a sharded model runs only as part of the model, "
+                f"{type(self).__name__}: a layer of a sharded model runs only inside the model, "
                 f"which selects its variant ({', '.join(self.sharded_functions)}). Call the model."
             )
         return self.sharded_functions[variant](self, *args)
@@ -81,7 +81,7 @@ class Layer(FixedModule):
 
 
 def prepare_root(model: nn.Module, graphs: LayeredGraph) -> fx.Graph:
-    """Copy the root's graph so that it calls each layer with its variant, and add that to the layer."""
+    """Copy the root's graph with calls of each layer's variant, which is added to the layer."""
     names = {
         path: add_function(_make_layer(model, path), compile_graph(g))
         for path, g in graphs.layers.items()
@@ -131,7 +131,7 @@ def _check_change(
     new = change(old)
     if (new.dtype, new.device) != (old.dtype, old.device):
         raise PlanError(
-            f"{model}: {name} is {old.dtype} on {old.device}, and the generated code is for that; it "
+            f"{model}: {name} is {old.dtype} on {old.device}, like the generated code; it "
             f"cannot become {new.dtype} on {new.device}. Convert the unsharded model first, then "
             "parallelize it."
         )

@@ -37,9 +37,9 @@ from autotp.runtime.layered_graph import LayeredGraph
 from autotp.runtime.shards import restrict_plan
 from autotp.runtime.unsupported import (
     override_unsupported,
+    refuse_full_weights,
     refuse_gradients,
     refuse_to_run,
-    refuse_full_weights,
 )
 from autotp.runtime.variant import Signature, Variant, describe_mode, find_key
 from autotp.runtime.yielding import yield_to_child
@@ -170,7 +170,7 @@ class ShardedModel(FixedModule):
     @yield_to_child
     @property
     def rank(self) -> int:
-        """This rank in the tensor-parallel group."""
+        """The index of this rank in the tensor-parallel group."""
         return self.sharded_state.group.rank
 
     @yield_to_child
@@ -211,7 +211,7 @@ class ShardedModel(FixedModule):
 
     @yield_to_child
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Capture the graph of a call with these arguments in the present mode, without running it."""
+        """Capture the graph of a call with these arguments in the present mode; run nothing."""
         _find_or_capture(self, flatten_caches(self.sharded_signature.bind(args, kwargs)))
 
     @yield_to_child
@@ -262,7 +262,7 @@ class ShardedModel(FixedModule):
             return module
         if isinstance(module, Layer):
             raise PlanError(
-                f"{type(self).__name__}: {path} is one of its layers, which run only as part of the "
+                f"{type(self).__name__}: {path} is one of its layers, which run only inside the "
                 "model. Call the model, or the module that contains the layers."
             )
         whole, source = self.sharded_state.source, self.sharded_state.source.get_submodule(path)
@@ -301,8 +301,8 @@ class ShardedModel(FixedModule):
         """
         if others:
             raise PlanError(
-                f"{type(self).__name__}: save_pretrained() was called with {', '.join(others)}, which "
-                f"is for an unsharded model, but {self.sharded_state} has only its shards. Call "
+                f"{type(self).__name__}: save_pretrained() was called with {', '.join(others)}, "
+                f"for an unsharded model, but {self.sharded_state} has only its shards. Call "
                 "save_pretrained(directory) on every rank, and switch off the saving of a Trainer "
                 'with save_strategy="no".'
             )
@@ -312,8 +312,8 @@ class ShardedModel(FixedModule):
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Gather the full model's `state_dict()`, of full shapes, on the CPU of every rank.
 
-        Example: `weights = sharded.full_state_dict(rank0_only=True)`; `rank0_only` leaves it empty on
-        all other ranks. Every rank must call it. Raises PlanError without a process group.
+        Example: `weights = sharded.full_state_dict(rank0_only=True)`; with `rank0_only`, it is
+        empty on all other ranks. Every rank must call it. Raises PlanError without a process group.
         """
         return _get_store(self, "full_state_dict").state_dict(self, rank0_only=rank0_only)
 
@@ -352,8 +352,8 @@ def _capture(model: ShardedModel, key: str, inputs: Mapping[str, Any]) -> Varian
             found = _find_variant(model, key, inputs)
     if found is None:
         raise CaptureError(
-            _describe_unseen(model, key) + " A capture at these sizes gave a graph whose guards
-            exclude them. Call it with other sizes."
+            _describe_unseen(model, key)
+            + " The graph captured at these sizes has guards that exclude them. Use other sizes."
         )
     return found
 

@@ -81,7 +81,7 @@ def refuse_sharded(model: nn.Module) -> None:
     """Raise PlanError for a model that is sharded already."""
     if isinstance(model, ShardedModel):
         raise PlanError(
-            f"{type(model).__name__}: the model is sharded already ({model.sharded_state}). Give the "
+            f"{type(model).__name__}: it is sharded already ({model.sharded_state}). Give the "
             "unsharded model."
         )
 

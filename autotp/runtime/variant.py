@@ -63,8 +63,8 @@ class Signature:
         """
         if len(args) > len(self.names):
             raise CaptureError(
-                f"{self.model}: it was called with {len(args)} positional arguments, but its forward "
-                f"takes {len(self.names)}. Pass them by name."
+                f"{self.model}: it was called with {len(args)} positional arguments, but its "
+                f"forward takes {len(self.names)}. Pass them by name."
             )
         given = dict(zip(self.names, args, strict=False))
         for name, value in kwargs.items():
@@ -165,7 +165,7 @@ class Variant:
         return pytree.tree_unflatten(flat, self.program.out_spec)
 
     def find_shorter(self, leaves: Mapping[str, Any]) -> int:
-        """Find the number, from 1, of the shortest function for these inputs; 0 if there is none."""
+        """Find the number, from 1, of the shortest function for these inputs; 0 for none."""
         for number, (conditions, _) in enumerate(self.shorter, 1):
             if all(condition.holds(leaves) for condition in conditions):
                 return number
@@ -195,9 +195,9 @@ def find_key(model: str, inputs: Mapping[str, Any], mode: str) -> str:
             items.append(f"{name}={leaf!r}")
         else:
             raise CaptureError(
-                f"{model}: the input {name!r} is of type {type(leaf).__name__}. A graph takes tensors "
-                "(also in tuples, lists, dicts and caches), numbers, strings and dtypes. Pass one "
-                "of these."
+                f"{model}: the input {name!r} is of type {type(leaf).__name__}. A graph takes "
+                "tensors (also in tuples, lists, dicts and caches), numbers, strings and "
+                "dtypes. Pass one of these."
             )
     return f"{', '.join(sorted(items))} · {mode}"
 

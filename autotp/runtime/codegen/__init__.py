@@ -1,1 +1,1 @@
-"""Graphs as Python code that runs, and that people read."""
+"""Graphs as Python code, to run and to read."""

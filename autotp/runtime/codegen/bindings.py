@@ -1,8 +1,8 @@
 """Ops called through Python's bindings: `torch.mul(x, y)` for `torch.ops.aten.mul.Tensor(x, y)`.
 
-The op is the same, and the way to it half as long, which is what a small model's time goes into.
-That it is the same is shown, not taken from a table: both calls are made once on tensors without
-memory, and what reaches the dispatcher must be equal, argument by argument.
+The op is the same at half the call overhead, which dominates the time of small models. Equality is
+checked, not assumed: both calls run once on tensors without memory, and what reaches the dispatcher
+must be equal, argument by argument.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ _FOUND: dict[object, Call] = {}
 
 
 def bind_ops(graph: fx.Graph) -> None:
-    """Calls every op of `graph` through its binding, where it has one that does the same.
+    """Call every op of `graph` through an equivalent binding, if there is one.
 
-    Constraints: `meta["val"]` says what the operands are like; without it an op stays as it is.
+    Constraints: `meta["val"]` describes the operands; without it an op is unchanged.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and _may_differ(node.target):
+        if node.op == "call_function" and _is_functional(node.target):
             node.target = _find_binding(node)
 
 
-def _may_differ(target: object) -> bool:
-    """Whether `target` is an op of torch that writes nothing, so that it can be tried."""
+def _is_functional(target: object) -> bool:
+    """Whether `target` is an op of torch without side effects, so that it can be tried."""
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return False
     return not target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
@@ -48,7 +48,7 @@ def _find_binding(node: fx.Node) -> Call:
     given = sample_arguments(node)
     if given is None:
         return op
-    key = (op, _pattern(given))
+    key = (op, _find_pattern(given))
     if key not in _FOUND:
         wanted = _trace_call(op, given)
         same = (call for call in _list_candidates(op) if _trace_call(call, given) == wanted)
@@ -65,28 +65,28 @@ def _list_candidates(op: OpOverload) -> Iterator[Call]:
 
 
 def sample_arguments(node: fx.Node) -> Given | None:
-    """Arguments like the node's, without memory; None where too little is known of them."""
+    """Sample arguments like the node's, without memory; None if too little is known of them."""
     values = [n.meta.get("val") for n in node.all_input_nodes]
     if any(v is None or not _is_known(v) for v in values):
         return None
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _concrete(n.meta["val"]))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _make_concrete(n.meta["val"]))
     return pytree.tree_map(_move_tensors, (tuple(args), dict(kwargs)))
 
 
 def _is_known(value: object) -> bool:
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-    return all(not isinstance(n, torch.SymInt) or n.node.has_hint() for n in sizes)
+    return all(not isinstance(n, torch.SymInt) or n.node.has_find_hint() for n in sizes)
 
 
-def _concrete(value: Any) -> Any:
-    """A tensor or number of the sizes that were traced."""
+def _make_concrete(value: Any) -> Any:
+    """Make a tensor or number with the traced sizes."""
     if isinstance(value, torch.Tensor):
-        sizes, strides = map(_hint, value.shape), map(_hint, value.stride())
+        sizes, strides = map(_find_hint, value.shape), map(_find_hint, value.stride())
         return torch.empty_strided(list(sizes), list(strides), dtype=value.dtype, device="meta")
-    return _hint(value)
+    return _find_hint(value)
 
 
-def _hint(value: Any) -> Any:
+def _find_hint(value: Any) -> Any:
     return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
@@ -94,20 +94,20 @@ def _move_tensors(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def _pattern(given: Given) -> object:
-    """What a binding may choose an overload by: kinds of arguments, not their sizes."""
+def _find_pattern(given: Given) -> object:
+    """Find what may determine the overload: the kinds of arguments, not their sizes."""
     leaves, spec = pytree.tree_flatten(given)
-    return str(spec), tuple(map(_kind, leaves))
+    return str(spec), tuple(map(_describe_kind, leaves))
 
 
-def _kind(leaf: object) -> object:
+def _describe_kind(leaf: object) -> object:
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.dim()
     return type(leaf) if isinstance(leaf, int | float) else repr(leaf)
 
 
 class _Trace(TorchDispatchMode):
-    """Notes what reaches the dispatcher."""
+    """Records what reaches the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _Trace(TorchDispatchMode):
 
 
 def _trace_call(call: Call, given: Given) -> object:
-    """What `call` sends to the dispatcher and gives back; None where it takes no such arguments."""
+    """Trace what `call` dispatches and returns; None if it does not take these arguments."""
     try:
         with _Trace() as trace, torch.no_grad():
             result = call(*given[0], **given[1])

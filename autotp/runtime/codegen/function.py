@@ -1,6 +1,6 @@
-"""Graphs as Python functions: the same code is the same function, in every layer and variant.
+"""Graphs as Python functions: equal code is one function, in every layer and variant.
 
-That one identity is what lets a compiler treat thirty-two layers as one.
+So a compiler compiles thirty-two equal layers once.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ Function: TypeAlias = Callable[..., Any]
 
 
 def compile_graph(graph: fx.Graph) -> Function:
-    """The graph as a function of a module and the graph's inputs.
+    """Compile the graph to a function of a module and the graph's inputs.
 
     Example: `compile_graph(layer_graph)(layer, hidden, cos, sin, mask)`.
     """
@@ -33,7 +33,7 @@ def compile_graph(graph: fx.Graph) -> Function:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy with nodes of its own, flat in and flat out."""
+    """Copy the graph, with flat inputs and outputs."""
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, {}))
     return copy

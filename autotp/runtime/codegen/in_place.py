@@ -1,7 +1,7 @@
-"""Sums over the group without a copy: a partial sum that nobody else reads may be overwritten.
+"""All-reduces in place: a partial sum without other readers may be overwritten.
 
-The functional collective copies its operand first. In what runs, not in what is planned, compared
-and shown, it is replaced where the operand is the fresh result of an op and has no other reader.
+The functional collective copies its operand first. In the graph that runs (not in the one that is
+planned, verified and shown), it is replaced if the operand is a fresh result without other readers.
 """
 
 from typing import Any
@@ -19,14 +19,14 @@ _ops = torch.ops._c10d_functional
 
 
 def all_reduce(x: Tensor, op: str, group: str) -> Tensor:
-    """The sum over the group, written to `x`; to be waited for. A compiler decides for itself."""
+    """Start the sum over the group in place of `x`; a compiler decides for itself."""
     if torch.compiler.is_compiling() or not x.is_contiguous():
         return _ops.all_reduce(x, op, group)
     return _ops.all_reduce_(x, op, group)
 
 
 def reduce_in_place(graph: fx.Graph) -> None:
-    """Lets all-reduces of `graph` overwrite what is theirs alone."""
+    """Let all-reduces of `graph` overwrite operands without other readers."""
     for node in graph.find_nodes(op="call_function", target=_ops.all_reduce.default):
         operand = node.args[0]
         if isinstance(operand, fx.Node) and len(operand.users) == 1 and _is_fresh(operand):
@@ -34,7 +34,7 @@ def reduce_in_place(graph: fx.Graph) -> None:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether the node's result is memory of its own: its op says so, and a run on samples."""
+    """Whether the node's result has its own memory, by its schema and by a run on samples."""
     op: Any = node.target
     given = sample_arguments(node)
     if given is None or not isinstance(op, OpOverload) or op.namespace != "aten":

@@ -1,6 +1,6 @@
-"""A variant as a Python module for people: the root's code, then each distinct layer once.
+"""A variant as a readable Python module: the root's code, then each distinct layer once.
 
-The module can be imported and run: its functions take the modules that hold the parameters.
+The module can be imported and run: its functions take the modules that store the parameters.
 """
 
 import re
@@ -31,21 +31,21 @@ _OWN_OPS = "torch.ops.autotp."
 
 
 def write_source(variant: Variant) -> str:
-    """The text of a Python module with `forward(self, …)`, `layer_0(self, …)` and so on.
+    """Write a Python module with `forward(self, …)`, `layer_0(self, …)` and so on.
 
-    Each function takes the module that holds its parameters, then the graph's inputs. A comment
-    at a line's end gives the shape; sizes that depend on the inputs have letters, explained at
-    the head.
+    Each function takes the module that stores its parameters, then the graph's inputs. Comments at
+    the ends of lines give shapes; letters for sizes that depend on the inputs are explained at the
+    top.
     """
     layers = _Layers(variant.outlined.layers)
     sizes = _Sizes(variant.outlined.root)
     root = _Text("forward", variant.outlined.root, sizes, layers.names)
-    texts = [root.text(_name_results(variant.program.out_spec))]
+    texts = [root.write(_name_results(variant.program.out_spec))]
     for name, paths in layers.used_by.items():
-        body = _Text(name, layers.graphs[name], sizes, {}).text("")
+        body = _Text(name, layers.graphs[name], sizes, {}).write("")
         texts.append(f"# {_list_names(paths)}\n{body}")
     body, device = name_device("\n\n\n".join(texts))
-    head = [f"# {variant.key}", "#", *sizes.legend(), "", *_write_imports(variant, body)]
+    head = [f"# {variant.key}", "#", *sizes.list_legend(), "", *_write_imports(variant, body)]
     return "\n".join([*head, *(["", device] if device else []), "", "", body]) + "\n"
 
 
@@ -73,9 +73,9 @@ class _Sizes:
         for node in root.nodes:
             if node.op == "placeholder" and isinstance(val := node.meta.get("val"), torch.Tensor):
                 for dim, size in enumerate(val.shape):
-                    self._meet(str(size), f"{node.name}.shape[{dim}]")
+                    self._add_symbol(str(size), f"{node.name}.shape[{dim}]")
 
-    def _meet(self, symbol: str, place: str) -> None:
+    def _add_symbol(self, symbol: str, place: str) -> None:
         if not _SYMBOL.fullmatch(symbol) or symbol in self.letters:
             return
         count = len(self.letters)
@@ -83,21 +83,20 @@ class _Sizes:
         self.letters[symbol] = letter
         self.places[letter] = place
 
-    def legend(self) -> Iterator[str]:
-        """Comment lines that say what the letters mean."""
-        yield "# Shapes stand at the ends of lines. Each function takes the module that holds its"
-        yield "# parameters."
+    def list_legend(self) -> Iterator[str]:
+        """List the comment lines that explain the letters."""
+        yield "# Comments give shapes. Each function takes the module that stores its parameters."
         for letter, place in self.places.items():
             yield f"# {letter} = {place}"
 
-    def shape(self, node: fx.Node) -> str:
-        """The shape of the node's value, e.g. `(b, s, 64)`; empty if it is no tensor."""
+    def format_shape(self, node: fx.Node) -> str:
+        """Format the shape of the node's value, e.g. `(b, s, 64)`; empty if it is not a tensor."""
         val = node.meta.get("val")
         if not isinstance(val, torch.Tensor):
             return ""
-        return f"({', '.join(self._size(str(size)) for size in val.shape)})"
+        return f"({', '.join(self._format_size(str(size)) for size in val.shape)})"
 
-    def _size(self, size: str) -> str:
+    def _format_size(self, size: str) -> str:
         return _SYMBOL.sub(lambda match: self.letters.get(match[0], match[0]), size)
 
 
@@ -110,41 +109,41 @@ class _Text:
     sizes: _Sizes
     calls: Mapping[str, str]
 
-    def text(self, results: str) -> str:
-        """The function's code; `results` names what it returns."""
+    def write(self, results: str) -> str:
+        """Write the function's code; `results` names what it returns."""
         header, *body = self.graph.python_code("self").src.strip().split("\n")
-        lines = [header.replace("def forward(", f"def {self.name}("), *self._inputs()]
+        lines = [header.replace("def forward(", f"def {self.name}("), *self._list_inputs()]
         nodes = {node.name: node for node in self.graph.nodes}
         attributes: dict[str, str] = {}
         place = ""
-        for name, value in map(_write_parts, body):
+        for name, value in map(_split_line, body):
             node = nodes.get(name)
-            value = tidy_code(_add_attributes(_INDEX.sub(r"\1[\2]", value), attributes))
+            value = tidy_code(_inline_attributes(_INDEX.sub(r"\1[\2]", value), attributes))
             if node is not None and node.op == "get_attr":
                 attributes[name] = value
                 continue
-            if node is not None and (new := self._place(node) or place) != place:
+            if node is not None and (new := self._find_module(node) or place) != place:
                 place = new
                 lines += ["", f"    # {place}"]
-            lines.append(self._line(node, value, results))
+            lines.append(self._write_line(node, value, results))
         return "\n".join(lines)
 
-    def _inputs(self) -> Iterator[str]:
-        """A comment with the shapes of the function's inputs."""
+    def _list_inputs(self) -> Iterator[str]:
+        """List a comment with the shapes of the function's inputs."""
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        shapes = [f"{node.name} {self.sizes.shape(node)}" for node in inputs]
+        shapes = [f"{node.name} {self.sizes.format_shape(node)}" for node in inputs]
         if shapes:
             yield f"    # {', '.join(shapes)}"
 
-    def _line(self, node: fx.Node | None, value: str, results: str) -> str:
+    def _write_line(self, node: fx.Node | None, value: str, results: str) -> str:
         if node is None:
             return f"    {value}" + (f"  # {results}" if results else "")
         if node.op == "call_module":
             value = _CALL.sub(rf"{self.calls[str(node.target)]}(\1, \2)", value)
-        return wrap_lines(node.name, value, self.sizes.shape(node))
+        return wrap_lines(node.name, value, self.sizes.format_shape(node))
 
-    def _place(self, node: fx.Node) -> str:
-        """The module to which the node belongs: in a layer, the layer's child."""
+    def _find_module(self, node: fx.Node) -> str:
+        """Find the module of the node: in a layer, the layer's child."""
         if node.op == "call_module":
             return str(node.target).rpartition(".")[0]
         path = find_module_path(node)
@@ -154,18 +153,18 @@ class _Text:
         return inner.split(".")[0]
 
 
-def _write_parts(line: str) -> tuple[str, str]:
-    """The name that a generated line assigns, if any, and the rest without its `x = None`."""
+def _split_line(line: str) -> tuple[str, str]:
+    """Split a generated line into the assigned name, if any, and the value without `x = None`."""
     match = _LINE.match(line)
     assert match is not None
     return match["name"] or "", match["value"]
 
 
-def _add_attributes(value: str, attributes: Mapping[str, str]) -> str:
-    def replaced(match: re.Match[str]) -> str:
+def _inline_attributes(value: str, attributes: Mapping[str, str]) -> str:
+    def substitute(match: re.Match[str]) -> str:
         return attributes.get(match[0], match[0])
 
-    return re.sub(r"""(?<![\w.'"])\w+\b(?! = |\()""", replaced, value) if attributes else value
+    return re.sub(r"""(?<![\w.'"])\w+\b(?! = |\()""", substitute, value) if attributes else value
 
 
 def _name_results(spec: pytree.TreeSpec) -> str:
@@ -175,7 +174,7 @@ def _name_results(spec: pytree.TreeSpec) -> str:
 
 
 def _list_names(paths: list[str]) -> str:
-    """The paths, a row drawn together: `model.layers.0 … model.layers.31 (32 layers)`."""
+    """List the paths, a range in short: `model.layers.0 … model.layers.31 (32 layers)`."""
     if len(paths) < 3:
         return ", ".join(paths)
     parts = [path.rpartition(".") for path in paths]
@@ -190,13 +189,14 @@ def _write_imports(variant: Variant, text: str) -> Iterator[str]:
     found: dict[str, object] = {}
     for graph in (variant.outlined.root, *variant.outlined.layers.values()):
         found |= graph.python_code("self").globals
-    words = set(_WORD.findall(text))
-    yield from (_import(name, found[name]) for name in sorted(words & found.keys() - {"torch"}))
+    names = set(_WORD.findall(text))
+    used = sorted(names & found.keys() - {"torch"})
+    yield from (_write_import(name, found[name]) for name in used)
     yield "import torch"
     if _OWN_OPS in text:
         yield "import autotp  # defines torch.ops.autotp"
 
 
-def _import(name: str, found: object) -> str:
+def _write_import(name: str, found: object) -> str:
     module, attribute = getattr(found, "__module__", ""), getattr(found, "__name__", name)
     return _IMPORTS.get(name) or f"from {module} import {attribute} as {name}"

@@ -1,4 +1,4 @@
-"""Generated code as people write it: short lines, nothing spelled out, one name for a device."""
+"""Makes generated code readable: short lines, no redundant arguments, one name for the device."""
 
 import re
 from textwrap import wrap
@@ -7,24 +7,24 @@ __all__ = ["name_device", "tidy_code", "wrap_lines"]
 
 _WIDTH = 100
 _INDENT = " " * 4
-_END = str(2**63 - 1)  # how a slice says "to the end", which it does without it too
+_END = str(2**63 - 1)  # the end of a slice without an end
 _DEVICE = re.compile(r"device\(type='(\w+)'(?:, index=(\d+))?\)")
 _TEXT = re.compile(r"""'[^', ]* |"[^", ]* """)  # a string with a space, where no line may break
 _ALWAYS_THERE = ("cpu", "meta")
 
 
 def tidy_code(value: str) -> str:
-    """The expression `value` as people write it: `f(x, dim=1)`, slices to the end without one."""
+    """Tidy the expression `value`: `f(x, dim=1)`, and slices without an explicit end."""
     value = re.sub(r"\b(\w+) = (?=\S)", r"\1=", value)
     return re.sub(rf", (?:end=)?{_END}(?=\))", "", value).replace(_END, "None")
 
 
 def wrap_lines(name: str, value: str, comment: str) -> str:
-    """The line `name = value  # comment`; where it is too long, with the arguments on their own."""
+    """Write the line `name = value  # comment`, with the arguments on their own lines if long."""
     start, remark = f"{_INDENT}{name} = ", f"  # {comment}" if comment else ""
     line = f"{start}{value}{remark}"
     opening, bracket, rest = value.partition("(")
-    length = len(_DEVICE.sub("DEVICE", line))  # as `name_device` will leave it
+    length = len(_DEVICE.sub("DEVICE", line))  # as `name_device` will write it
     if length <= _WIDTH or not bracket or not rest.endswith(")") or _TEXT.search(rest):
         return line
     inner = wrap(rest[:-1], _WIDTH - 8, break_long_words=False, break_on_hyphens=False)
@@ -33,9 +33,9 @@ def wrap_lines(name: str, value: str, comment: str) -> str:
 
 
 def name_device(text: str) -> tuple[str, str]:
-    """`text` with its one device called `DEVICE`, and the line that defines it; else as it is.
+    """Name the one device in `text` `DEVICE`, and give the line that defines it; else unchanged.
 
-    The code runs where it is imported: a device that is not there becomes the CPU.
+    A device that is not available where the code is imported becomes the CPU.
     """
     found = {match.groups() for match in _DEVICE.finditer(text)}
     if len(found) != 1:
@@ -45,7 +45,7 @@ def name_device(text: str) -> tuple[str, str]:
 
 
 def _define_device(kind: str, index: str | None) -> str:
-    """The definition of `DEVICE`, e.g. `DEVICE = torch.device("cpu")`."""
+    """Write the definition of `DEVICE`, e.g. `DEVICE = torch.device("cpu")`."""
     name = f'"{kind}:{index}"' if index and kind not in _ALWAYS_THERE else f'"{kind}"'
     if kind not in _ALWAYS_THERE:
         name = f'{name} if torch.{kind}.is_available() else "cpu"'

@@ -1,6 +1,6 @@
 """One variant of a sharded model as an ordinary `fx.GraphModule`: to read, export and transform.
 
-Views are made on demand and own nothing: containers without code hold the tree's parameters.
+Views are built on demand and share the parameters of the tree.
 """
 
 # pyright: reportPrivateUsage=false
@@ -21,7 +21,7 @@ __all__ = ["build_view"]
 
 
 def build_view(tree: nn.Module, variant: Variant) -> fx.GraphModule:
-    """The variant as a GraphModule of GraphModules, one at each layer's path.
+    """Build the variant as a GraphModule of GraphModules, one at each layer's path.
 
     It takes the tensor inputs by name and returns what the model returns.
     """
@@ -46,12 +46,12 @@ def _build_graph_module(module: nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def _refuse_hidden(module: nn.Module) -> None:
-    """Raises where a GraphModule's own properties would hide what the code reads."""
-    held = (*module._modules, *module._parameters, *module._buffers)
-    for name in (n for n in held if isinstance(getattr(fx.GraphModule, n, None), property)):
+    """Raise PlanError if a property of GraphModule would hide what the code reads."""
+    names = (*module._modules, *module._parameters, *module._buffers)
+    for name in (n for n in names if isinstance(getattr(fx.GraphModule, n, None), property)):
         raise PlanError(
-            f"{type(module).__name__}: its {name!r} would be hidden in a view, since a GraphModule "
-            "has a property of that name. The sharded model itself runs; to have views, rename it."
+            f"{type(module).__name__}: its {name!r} would be hidden in a view, because GraphModule "
+            "has a property of that name. The sharded model itself runs; rename it to use views."
         )
 
 
@@ -62,7 +62,7 @@ def _copy_container(module: nn.Module) -> nn.Module:
 
 
 def _share_tensors(module: nn.Module, result: nn.Module) -> None:
-    """Gives `result` the parameters, buffers and bare children of `module`."""
+    """Give `result` the parameters, buffers and bare children of `module`."""
     result.training = module.training
     result._parameters.update(module._parameters)
     result._buffers.update(module._buffers)
@@ -75,7 +75,7 @@ def _list_children(module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 
 
 def _build_call_info(graph: fx.Graph, program: Program) -> _PyTreeInfo:
-    """How the view is called: each placeholder by name; how it returns: as the model does."""
+    """Describe the call of the view: placeholders by name, outputs as the model returns them."""
     names = [node.name for node in graph.nodes if node.op == "placeholder"]
     spec = pytree.tree_structure(((), dict.fromkeys(names, 0)))
     return _PyTreeInfo(names, spec, program.out_spec)

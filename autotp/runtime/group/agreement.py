@@ -32,9 +32,9 @@ def require_agreement(group: Group, text: str, what: str) -> None:
         return
     common = Counter(found).most_common(1)[0][0]
     raise PlanError(
-        f"{what} is not the same on all {group.size} ranks: its hash is {common.hex()[:12]} on "
-        f"{group.size - len(odd)} ranks, but {', '.join(found[r].hex()[:12] for r in odd)} on ranks "
-        f"{odd}. Give every rank the same model, options and library versions, or one plan with plan="
+        f"{what} is not the same on all {group.size} ranks: {group.size - len(odd)} have the hash "
+        f"{common.hex()[:12]}, but ranks {odd} have {', '.join(found[r].hex()[:12] for r in odd)}. "
+        "Give every rank the same model, options and library versions, or one plan with plan="
     )
 
 
@@ -76,9 +76,9 @@ def _describe_difference(ranks: Sequence[Mapping[str, str]], what: str) -> str:
     first, hashes = wrong[0], [own.get(wrong[0], "nothing") for own in ranks]
     odd = find_odd_ranks(hashes)
     return (
-        f"{first}: {what} are not the same on all {len(ranks)} ranks: the hash is "
-        f"{next(h for r, h in enumerate(hashes) if r not in odd)} on {len(ranks) - len(odd)} ranks, "
-        f"but {', '.join(hashes[r] for r in odd)} on ranks {odd}. Tensors that differ: {len(wrong)} of "
+        f"{first}: {what} are not the same on all {len(ranks)} ranks: {len(ranks) - len(odd)} have "
+        f"the hash {next(h for r, h in enumerate(hashes) if r not in odd)}, but ranks {odd} have "
+        f"{', '.join(hashes[r] for r in odd)}. Tensors that differ: {len(wrong)} of "
         f"{len(names)} ({', '.join(wrong[:_SHOWN])}{', …' if len(wrong) > _SHOWN else ''}). Give "
         "every rank the same checkpoint, or the same seed before the model is built."
     )

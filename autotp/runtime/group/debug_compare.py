@@ -56,24 +56,23 @@ class Comparison:
         odd = find_odd_ranks(found)
         usual = next(rank for rank in range(len(ranks)) if rank not in odd)
         what = name if name == _CALL else f"the input {name!r}"
+        values = self._describe_values(found, leaves.get(name), usual, odd[0])
         raise GroupError(
             f"{model}: {what} is not the same on all {len(ranks)} ranks: rank {usual} has "
             f"{found[usual]}, but {', '.join(f'rank {r} {found[r]}' for r in odd)}"
-            f"{self._values(found, leaves.get(name), usual, odd[0])}. Give every rank the same, for "
+            f"{values}. Give every rank the same, for "
             "example what rank 0 broadcasts; seed all ranks alike if tokens are sampled."
         )
 
-    def _values(self, found: Sequence[str], leaf: object, usual: int, odd: int) -> str:
-        """Describe the first element that differs, if all ranks have tensors of one shape and dtype."""
+    def _describe_values(self, found: Sequence[str], leaf: object, usual: int, odd: int) -> str:
+        """Describe the first differing element, if the tensors have one shape and dtype."""
         if len({text.partition(" #")[0] for text in found}) > 1 or " #" not in found[0]:
             return ""
         assert isinstance(leaf, Tensor)
         data = leaf.detach().contiguous().view(-1)
-        found = gather_rows(self.where, data.view(torch.uint8), "comparing values").view(leaf.dtype)
-        one, other = found[usual], found[odd]
-        unlike = (found.view(torch.uint8)[usual] != found.view(torch.uint8)[odd]).view(
-            len(one), leaf.element_size()
-        )
+        raw = gather_rows(self.where, data.view(torch.uint8), "comparing values")
+        unlike = (raw[usual] != raw[odd]).view(-1, leaf.element_size())
+        one, other = raw[usual].view(leaf.dtype), raw[odd].view(leaf.dtype)
         places = unlike.any(1).nonzero().view(-1)
         first = int(places[0])
         at = [int(k) for k in torch.unravel_index(places[0], leaf.shape)] if leaf.dim() else []
@@ -88,7 +87,7 @@ def _list_leaves(inputs: Mapping[str, Any]) -> dict[str, Any]:
     found = name_leaves({n: v for n, v in inputs.items() if not isinstance(v, CacheState)})
     for name, state in inputs.items():
         if isinstance(state, CacheState):
-            kept = zip(state.spec.paths(), state.leaves, state.data_dims, strict=True)
+            kept = zip(state.spec.list_paths(), state.leaves, state.data_dims, strict=True)
             found |= {f"{name} {path}": _CacheLeaf(leaf, dims) for path, leaf, dims in kept}
     return found
 

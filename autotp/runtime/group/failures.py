@@ -72,7 +72,7 @@ def raise_group_error(error: Exception, name: str, where: str, seconds: float) -
     fate, advice = _describe_fate(error, find_timeout(name))
     raise GroupError(
         f"{where}: rank {group.rank()} of {group.size()} waited for {whom}, which {fate}, "
-        f"{seconds:.2f} s after the call began (torch: {text}). {_read_notes(group, others)}{advice}"
+        f"{seconds:.2f} s after this began (torch: {text}). {_read_notes(group, others)}{advice}"
     ) from error
 
 

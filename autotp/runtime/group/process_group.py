@@ -180,8 +180,8 @@ def _read_timeout(timeout: object) -> timedelta | None:
         return None
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise PlanError(
-            f"timeout is {timeout!r}. Give a positive number of seconds, a timedelta, or None for the "
-            "group's own timeout"
+            f"timeout is {timeout!r}. Give a positive number of seconds, a timedelta, or None for "
+            "the group's own timeout"
         )
     return timedelta(seconds=seconds)
 
@@ -224,8 +224,8 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
         return mesh.get_group()
     if "tp" not in names:
         raise PlanError(
-            f"the mesh of shape {tuple(mesh.shape)} has the dims {list(names)}, none of which is called "
-            '"tp". Give one of them that name, or pass one dim of the mesh, mesh["…"]'
+            f"the mesh of shape {tuple(mesh.shape)} has the dims {list(names)}, none of which is "
+            'called "tp". Give one of them that name, or pass one dim of the mesh, mesh["…"]'
         )
     return mesh.get_group("tp")
 

@@ -1,8 +1,8 @@
-"""How ranks reach each other: the one place where a real process and a simulated rank differ.
+"""How ranks communicate: the one place where real processes and simulated ranks differ.
 
-A communicator has the tensors of some ranks of a group: of one, where every rank is a process of
-its own (`Processes`), or of all, where one process runs them in lockstep (`simulate`). What
-ranks do with their tensors is written once, in `primitives` and `conjugates`, for either.
+A communicator has the tensors of one rank, if every rank is a process of its own (`Processes`), or
+of all ranks, if one process runs them in lockstep (`verification.simulate`). The primitives and the
+ops are written once for both.
 """
 
 from collections.abc import Generator, Sequence
@@ -24,9 +24,9 @@ _ops = torch.ops._c10d_functional
 
 
 class Message(NamedTuple):
-    """What one rank brings to a collective.
+    """The input of one rank to a collective.
 
-    - `sent`, `received`: for an all-to-all, the rows of dim 0 that go to and come from each rank.
+    - `sent`, `received`: for an all-to-all, the rows of dim 0 sent to and received from each rank.
     """
 
     x: Tensor
@@ -35,7 +35,7 @@ class Message(NamedTuple):
 
 
 class Communicator(Protocol):
-    """The ranks of a group whose tensors are here, and how they reach the others."""
+    """The local ranks of a group, and how they communicate with the others."""
 
     @property
     def size(self) -> int:
@@ -48,15 +48,15 @@ class Communicator(Protocol):
         ...
 
     def exchange(self, collective: Collective, messages: Sequence[Message]) -> list[Tensor]:
-        """What a collective along dim 0 gives each of `ranks`, in memory of its own."""
+        """Run a collective along dim 0; the result of each of `ranks` has its own memory."""
         ...
 
     def among(self, peers: Sequence[Peers]) -> "Communicator":
-        """The same ranks, each of which sums over its `peers` alone."""
+        """Restrict the sums of each rank to its `peers`."""
         ...
 
     def backward(self, what: str) -> AbstractContextManager["Communicator"]:
-        """The communicator of the backward pass, which runs `what` in the block."""
+        """Give the communicator of the backward pass, which runs `what` in the block."""
         ...
 
 
@@ -81,7 +81,7 @@ class Processes:
         return (find_rank(self.group),)
 
     def exchange(self, collective: Collective, messages: Sequence[Message]) -> list[Tensor]:
-        """What the collective gives this process."""
+        """Run the collective in this process."""
         (message,) = messages
         x, group = message.x.contiguous(), check_group(self.group)
         match collective:
@@ -97,11 +97,11 @@ class Processes:
         return [_ops.wait_tensor(started)]
 
     def among(self, peers: Sequence[Peers]) -> "Processes":
-        """The rank in the sub-group of its peers."""
+        """Give the communicator of the sub-group of its peers."""
         return Processes(name_subgroup(self.group, peers[0]))
 
     @contextmanager
     def backward(self, what: str) -> Generator["Processes"]:
-        """The same; an error about lost ranks says that the backward pass ran `what`."""
+        """Give the same communicator; errors about lost ranks name the backward pass of `what`."""
         with note_wait(self.group, f"the backward pass, {what}"):
             yield self

@@ -1,23 +1,24 @@
-"""The ops of `torch.ops.autotp`: one a change of placement, backward its conjugate.
+"""The ops of `torch.ops.autotp`: one per conversion, with the conjugate as its backward.
 
     copy, reduce, reduce_copy, keep_first, first_gradient          (x, group)
     scatter, scatter_partial, gather, gather_copy, reduce_scatter  (x, dim, split, group)
     exchange                              (x, dim, split, to_dim, to_split, group)
     own_rows, own_rows_partial, rows_in_place, reduce_rows, reduce_rows_copy
                                           (x, bounds, dim, group)
-    share_gradients       (xs, cuts, group): their gradients in one bucket a dtype and sub-group
-    local_index           (index, size, group, absent=False): this rank's rows of a lookup in `size`
-                          rows; `absent`: ids that no rank has stand for no row
-    local_bounds          (bounds, group): where each of this rank's groups of rows ends
+    share_gradients       (xs, cuts, group): sums their gradients, one bucket per dtype and
+    sub-group local_index           (index, size, group, absent=False): localises a lookup in `size`
+    rows;
+                          `absent`: ids that no rank has stand for no row
+    local_bounds          (bounds, group): where each group of rows of this rank ends
 
 `split` is `Split.encode()`, `group` the name of a process group. Ops that sum take `dtype=`, in
-which they sum. All is read off the table in `algebra.placement`: each op runs one primitive forward
-and one backward, and since that pair swapped is the op's own derivative, gradients of gradients
-hold too.
+which they sum. The table in `algebra.placement` defines all of them: each op runs one primitive
+forward and one backward, and because the swapped pair is the derivative of the backward, gradients
+of gradients are correct too.
 
-They are composite ops over an autograd.Function: readable nodes in a graph, yet tracing sees the
-functional collectives inside. The raw collectives would not do: their own backward of an all-reduce
-is another all-reduce, which multiplies the gradient of a replicated loss by the group's size.
+The ops are composites over an autograd.Function: readable nodes in a graph, while tracing sees the
+functional collectives inside. The raw collectives are not enough: the backward of an all-reduce is
+another all-reduce, which multiplies the gradient of a replicated loss by the size of the group.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +44,10 @@ LIBRARY = torch.library.Library("autotp", "DEF")
 """Keeps the ops alive: they are deregistered with it."""
 
 Arguments: TypeAlias = Mapping[str, Any]
-"""What one rank gives an op: the op's argument names to values."""
+"""The arguments of an op on one rank, by name."""
 
 Op: TypeAlias = Callable[[Sequence[Arguments], Communicator], list[Any]]
-"""An op on the ranks of a communicator: each one's arguments to each one's result."""
+"""An op on the ranks of a communicator: the arguments of each rank to the result of each."""
 
 _TYPES = {
     "bounds": "Tensor",
@@ -58,9 +59,9 @@ _TYPES = {
 
 
 def write_schema(conversion: Conversion) -> str:
-    """The signature of a conversion's op.
+    """Write the signature of a conversion's op.
 
-    schema(CONVERSIONS["R~", "R"])  # first_gradient(Tensor(a) x, str group) -> Tensor(a)
+    write_schema(CONVERSIONS["R~", "R"])  # first_gradient(Tensor(a) x, str group) -> Tensor(a)
     """
     tensor = "Tensor(a)" if conversion.forward.aliases else "Tensor"
     given = "".join(f", {_TYPES[name]} {name}" for name in conversion.forward.arguments)
@@ -71,17 +72,17 @@ def write_schema(conversion: Conversion) -> str:
 def bind_arguments(
     op: OpOverload, positional: Sequence[Any], keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call of `op`, by name; those left out are absent."""
-    return {**dict(zip(_names(op), positional, strict=False)), **keywords}
+    """Bind the arguments of a call of `op` to names; those without a value are absent."""
+    return {**dict(zip(_list_argument_names(op), positional, strict=False)), **keywords}
 
 
 @cache
-def _names(op: OpOverload) -> tuple[str, ...]:
+def _list_argument_names(op: OpOverload) -> tuple[str, ...]:
     return tuple(argument.name for argument in op._schema.arguments)  # pyright: ignore[reportPrivateUsage]
 
 
 def read_wire(arguments: Arguments) -> Wire:
-    """What a conversion's arguments say, besides the tensor and the group."""
+    """Read the arguments of a conversion, besides the tensor and the group."""
     cut = Cut(arguments.get("dim", 0), Split.decode(arguments.get("split", (1,))))
     to = cut
     if "to_dim" in arguments:
@@ -135,9 +136,7 @@ class _Sharing(FunctionCtx):
 
 
 class _ShareGradients(torch.autograd.Function):
-    """Aliases of the inputs, rank by rank; their gradients are summed over the ranks that hold the
-    same.
-    """
+    """Aliases of all ranks' inputs; gradients are summed over the ranks with the same values."""
 
     @staticmethod
     def forward(
@@ -171,7 +170,7 @@ def _share_in_runs(
     dtype: torch.dtype | None,
     communicator: Communicator,
 ) -> list[list[Tensor]]:
-    """Each rank's gradients, summed piece by piece over the ranks that hold the same."""
+    """Sum each rank's gradients, piece by piece, over the ranks that have the same."""
     pieces: list[list[Tensor]] = []
     peers: list[list[Peers]] = []
     for rank, row in zip(communicator.ranks, gradients, strict=True):
@@ -206,7 +205,7 @@ def _sum_gradients(
     dtype: torch.dtype | None,
     communicator: Communicator,
 ) -> list[list[Tensor]]:
-    """Each rank's pieces summed over their peers, by one all-reduce for each dtype and peers."""
+    """Sum each rank's pieces over their peers, with one all-reduce per dtype and peers."""
     results = [list(own) for own in pieces]
     kinds = [
         (choose_sum_dtype(x.dtype, dtype), p) for x, p in zip(pieces[0], peers[0], strict=True)
@@ -226,7 +225,7 @@ def _sum_gradients(
 # ── the ops ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _conversion(conversion: Conversion) -> Op:
+def _make_conversion_op(conversion: Conversion) -> Op:
     def convert(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
         xs = [own["x"] for own in given]
         return list(_convert(xs, conversion, read_wire(given[0]), communicator))
@@ -244,7 +243,7 @@ def _share_gradients(given: Sequence[Arguments], communicator: Communicator) -> 
     return [list(shared[start : start + len(cuts)]) for start in starts]
 
 
-def _local_index(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
+def _localise_index(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
     size = communicator.size
     return [
         localise_index(own["index"], own["size"], rank, size, absent=own.get("absent", False))
@@ -252,7 +251,7 @@ def _local_index(given: Sequence[Arguments], communicator: Communicator) -> list
     ]
 
 
-def _local_bounds(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
+def _localise_bounds(given: Sequence[Arguments], communicator: Communicator) -> list[Any]:
     return [
         find_own_bounds(own["bounds"], rank, communicator.size)
         for rank, own in zip(communicator.ranks, given, strict=True)
@@ -260,7 +259,7 @@ def _local_bounds(given: Sequence[Arguments], communicator: Communicator) -> lis
 
 
 def _register(signature: str, op: Op) -> Op:
-    """Defines the op, which runs in this process as one of its group."""
+    """Define the op, which runs in this process as one rank of its group."""
     LIBRARY.define(signature)
     name = signature.partition("(")[0]
     overload: OpOverload = getattr(torch.ops.autotp, name).default
@@ -274,7 +273,10 @@ def _register(signature: str, op: Op) -> Op:
 
 
 OPS: Mapping[str, Op] = {
-    **{name: _register(write_schema(of), _conversion(of)) for name, of in CONVERSION_OPS.items()},
+    **{
+        name: _register(write_schema(of), _make_conversion_op(of))
+        for name, of in CONVERSION_OPS.items()
+    },
     "share_gradients": _register(
         "share_gradients(Tensor(a)[] xs, int[][] cuts, str group, *, ScalarType? dtype=None)"
         " -> Tensor(a)[]",
@@ -282,8 +284,8 @@ OPS: Mapping[str, Op] = {
     ),
     "local_index": _register(
         "local_index(Tensor index, int size, str group, bool absent=False) -> (Tensor, Tensor)",
-        _local_index,
+        _localise_index,
     ),
-    "local_bounds": _register("local_bounds(Tensor bounds, str group) -> Tensor", _local_bounds),
+    "local_bounds": _register("local_bounds(Tensor bounds, str group) -> Tensor", _localise_bounds),
 }
 """Every op of `torch.ops.autotp`, by name, on the ranks of any communicator."""

@@ -1,8 +1,8 @@
 """What one rank does for each primitive of the conversion table: one function each.
 
-A primitive maps one tensor of each rank to one tensor of each. Where ranks need what others have,
-the function yields what it brings to the collective and goes on with what that gives; who carries
-it, real processes or one process with all ranks, is up to the communicator.
+A primitive maps one tensor of each rank to one tensor of each. If ranks have to communicate, the
+function yields its input to the collective and is sent the result; the communicator decides whether
+real processes run it or one process with all ranks.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -31,33 +31,33 @@ from autotp.runtime.ops.grouped_rows import move_rows_back, move_rows_first
 __all__ = ["LOCAL", "Cut", "Wire", "run_primitive"]
 
 Steps: TypeAlias = Generator[Message, Tensor, Tensor]
-"""What one rank does for a primitive with a collective: yields its message, is sent the answer."""
+"""One rank's part of a primitive with a collective: yields its message, is sent the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A dim and how it is cut."""
+    """A dim and how it is split."""
 
     dim: int
     split: Split
 
     @staticmethod
     def of(numbers: Sequence[int]) -> "Cut | None":
-        """The cut that `encode` wrote; None for no numbers."""
+        """Decode what `encode` wrote; None for no numbers."""
         return Cut(numbers[0], Split.decode(numbers[1:])) if numbers else None
 
     def encode(self) -> list[int]:
-        """The dim, then the flat form of the split."""
+        """Encode the dim, followed by the flat form of the split."""
         return [self.dim, *self.split.encode()]
 
-    def lies_in_rank_order(self, num_dims: int, ranks: int) -> bool:
-        """Whether the ranks' parts, one after the other in memory, are the whole tensor."""
+    def is_in_rank_order(self, num_dims: int, ranks: int) -> bool:
+        """Whether the shards in rank order, one after the other in memory, are the full tensor."""
         split = self.split
         blocks = split.is_block(ranks) and split.is_even(ranks) and split.is_exact(ranks)
         return self.dim % num_dims == 0 and blocks
 
-    def lengths(self, x: Tensor, rank: int, ranks: int) -> list[int]:
-        """The elements of the cut dim that each rank holds, if `x` is the part of `rank`."""
+    def list_lengths(self, x: Tensor, rank: int, ranks: int) -> list[int]:
+        """List the local sizes of the split dim on all ranks, if `x` is the shard of `rank`."""
         cut = fit_local_split(self.split, x.size(self.dim), self.dim, rank, ranks)
         return [cut.local_length(r, ranks) for r in range(ranks)]
 
@@ -67,11 +67,11 @@ _NOWHERE = Cut(0, Split(1, ()))
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """What a primitive needs besides its tensor.
+    """The arguments of a primitive besides its tensor.
 
     - `cut`: of the sliced, gathered or scattered dim; for all_to_all, of its input.
     - `to`: for all_to_all, of its result; otherwise the same as `cut`.
-    - `dtype`: what sums are made in at least; None for the tensor's own.
+    - `dtype`: the least dtype of sums; None for the tensor's own.
     - `bounds`: where each group of the rows along `cut` ends.
     """
 
@@ -80,17 +80,17 @@ class Wire:
     dtype: torch.dtype | None = None
     bounds: Tensor | None = None
 
-    def widened(self, x: Tensor) -> Tensor:
-        """`x` in the dtype that it is summed in."""
+    def widen(self, x: Tensor) -> Tensor:
+        """Convert `x` to the dtype of the sum."""
         return x.to(choose_sum_dtype(x.dtype, self.dtype))
 
     def reversed(self) -> "Wire":
-        """The wire of the backward pass."""
+        """Give the arguments of the backward pass."""
         return replace(self, cut=self.to, to=self.cut)
 
     @property
     def rows(self) -> tuple[Tensor, int]:
-        """The bounds of grouped rows, and the dim along which they lie."""
+        """The bounds of grouped rows, and the dim along which they are grouped."""
         assert self.bounds is not None, "rows are grouped by their bounds"
         return self.bounds, self.cut.dim
 
@@ -98,7 +98,7 @@ class Wire:
 def run_primitive(
     primitive: Primitive, xs: Sequence[Tensor], wire: Wire, communicator: Communicator
 ) -> Sequence[Tensor]:
-    """What `primitive` makes of `xs`, the tensors of the communicator's ranks."""
+    """Run `primitive` on `xs`, the tensors of the communicator's ranks."""
     ranks, size = communicator.ranks, communicator.size
     if primitive.before:
         run = LOCAL[primitive.before]
@@ -122,7 +122,7 @@ def _finish(step: Steps, answer: Tensor) -> Tensor:
     raise AssertionError("a primitive runs one collective")
 
 
-# ── without the others ───────────────────────────────────────────────────────────────────────────
+# ── without communication ────────────────────────────────────────────────────────────────────────
 
 
 def _identity(x: Tensor, wire: Wire, rank: int, ranks: int) -> Tensor:
@@ -163,45 +163,45 @@ LOCAL: Mapping[str, Callable[[Tensor, Wire, int, int], Tensor]] = {
     "rows_first": _rows_first,
     "rows_back": _rows_back,
 }
-"""What a rank, of how many, makes of its tensor alone."""
+"""The primitives without communication: (tensor, arguments, rank, ranks) to tensor."""
 
 
-# ── with the others ──────────────────────────────────────────────────────────────────────────────
+# ── with communication ───────────────────────────────────────────────────────────────────────────
 
 
 def _all_reduce(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
-    total = yield Message(wire.widened(x))
+    total = yield Message(wire.widen(x))
     return total.to(x.dtype)
 
 
 def _all_gather(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
     cut = wire.cut
-    if cut.lies_in_rank_order(x.dim(), ranks):
+    if cut.is_in_rank_order(x.dim(), ranks):
         return (yield Message(x))
     if cut.split.is_even(ranks):
         rows = yield Message(x)
         return concatenate_shards(rows.chunk(ranks), cut.dim, cut.split)
-    lengths = cut.lengths(x, rank, ranks)
-    rows = yield Message(_padded(x, cut.dim, max(lengths)))
+    lengths = cut.list_lengths(x, rank, ranks)
+    rows = yield Message(_pad_to(x, cut.dim, max(lengths)))
     parts = zip(rows.chunk(ranks), lengths, strict=True)
     return concatenate_shards([part.narrow(cut.dim, 0, n) for part, n in parts], cut.dim, cut.split)
 
 
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
-    """`x` with zeros up to `length`: collectives want one shape on all ranks."""
+def _pad_to(x: Tensor, dim: int, length: int) -> Tensor:
+    """Pad `x` with zeros to `length`: collectives need one shape on all ranks."""
     after = x.dim() - 1 - dim % x.dim()
     return functional.pad(x, [0, 0] * after + [0, length - x.size(dim)])
 
 
 def _reduce_scatter(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
     dim = wire.cut.dim
-    if wire.cut.lies_in_rank_order(x.dim(), ranks):
-        local = yield Message(wire.widened(x))
+    if wire.cut.is_in_rank_order(x.dim(), ranks):
+        local = yield Message(wire.widen(x))
         return local.to(x.dtype)
     pieces = [slice_block(x, dim, wire.cut.split, r, ranks) for r in range(ranks)]
     longest = max(piece.size(dim) for piece in pieces)
-    stacked = torch.cat([_padded(piece, dim, longest) for piece in pieces])
-    local = yield Message(wire.widened(stacked))
+    stacked = torch.cat([_pad_to(piece, dim, longest) for piece in pieces])
+    local = yield Message(wire.widen(stacked))
     return local.to(x.dtype).narrow(dim, 0, pieces[rank].size(dim))
 
 
@@ -210,12 +210,12 @@ def _all_to_all(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
     at = cut.dim % x.dim()
     if at == to.dim % x.dim():
         raise PlanError(
-            f"dim {at} of {list(x.shape)} cannot go from {cut.split} to {to.split} by one "
-            "all-to-all, since both cut it; convert to R first and then to S"
+            f"dim {at} of {list(x.shape)} cannot be converted from {cut.split} to {to.split} by "
+            "one all-to-all, because both split it. Convert to R first and then to S"
         )
     pieces = [slice_block(x, to.dim, to.split, r, ranks) for r in range(ranks)]
     own = list(pieces[rank].shape)
-    shapes = [[*own[:at], n, *own[at + 1 :]] for n in cut.lengths(x, rank, ranks)]
+    shapes = [[*own[:at], n, *own[at + 1 :]] for n in cut.list_lengths(x, rank, ranks)]
     sent, expected = [p.numel() for p in pieces], [prod(shape) for shape in shapes]
     flat = yield Message(torch.cat([p.flatten() for p in pieces]), sent, expected)
     received = [p.view(s) for p, s in zip(flat.split(expected), shapes, strict=True)]
