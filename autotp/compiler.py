@@ -40,7 +40,7 @@ from autotp.lower.node_meta import MetaPool
 from autotp.lower.outline import outline
 from autotp.lower.rewrite import Rewritten, Target, rewrite
 from autotp.lower.shared_heads import share_heads
-from autotp.lower.unmask import unmasked
+from autotp.lower.unmask import remove_masks
 from autotp.options import Request
 from autotp.planner.analysis import Decision
 from autotp.planner.constraints import (
@@ -107,7 +107,7 @@ class CompiledVariant:
             graph = (self.rewrite(graph_of) if graph_of else self.rewritten).graph
             retarget_graph(graph, device)
             kept = MetaPool()
-            masked, *others = unmasked(graph, self.program.inputs, self.program.lifted)
+            masked, *others = remove_masks(graph, self.program.inputs, self.program.lifted)
             shorter = [
                 ConditionalGraph(u.conditions, self._outline(u.graph, device, kept))
                 for u in reversed(others)
@@ -317,8 +317,7 @@ def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:
     if given is None:
         given = make_example_inputs(model, training=False, room=tokens)
         given.pop("attention_mask", None)  # all ones: `generate` leaves it out
-    calls = GenerationCalls.build(model, given)
-    alone = replace(request, new_tokens=0, training=False)
+    calls, alone = GenerationCalls.build(model, given), replace(request, new_tokens=0, training=False)
     prefill = ModelCompiler(model, alone, calls.record_prefill())
     dynamic = prefill.program.dynamic
 

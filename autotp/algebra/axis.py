@@ -199,7 +199,7 @@ class Forest:
         """A fresh atom that is the concatenation of `segments`."""
         parts = tuple(segments)
         sizes = [self.size(p) for p in parts]
-        atom = self.atom(_added(sizes))
+        atom = self.atom(_add_sizes(sizes))
         atom.segments = parts
         return atom
 
@@ -227,10 +227,10 @@ class Forest:
 
     def _align(self, a: Atom, b: Atom) -> bool:
         """Cut two sums at the same places and unite their segments one by one."""
-        for offset in _offsets(self, b):
+        for offset in _list_boundaries(self, b):
             if not self.cut_atom(a, offset):
                 return False
-        for offset in _offsets(self, a):
+        for offset in _list_boundaries(self, a):
             if not self.cut_atom(b, offset):
                 return False
         ones, others = self.sections(a), self.sections(b)
@@ -402,7 +402,7 @@ class Forest:
         return names.get(atom, str(atom.size))
 
 
-def _offsets(forest: Forest, atom: Atom) -> list[int]:
+def _list_boundaries(forest: Forest, atom: Atom) -> list[int]:
     """The inner boundaries of a sum of static segments."""
     out: list[int] = []
     position = 0
@@ -412,7 +412,7 @@ def _offsets(forest: Forest, atom: Atom) -> list[int]:
     return out
 
 
-def _added(sizes: list[Size]) -> Size:
+def _add_sizes(sizes: list[Size]) -> Size:
     first = sizes[0]
     if all(s.symbols == first.symbols for s in sizes):
         return Size(sum(s.coefficient for s in sizes), first.symbols)

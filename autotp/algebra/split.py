@@ -199,7 +199,7 @@ class Split:
                 for piece in self.segments:
                     spans.extend((at + a, at + b) for a, b in piece.spans(rank, ranks))
                     at += piece.length()
-        return _merged(spans)
+        return _merge_spans(spans)
 
     def encode(self) -> tuple[int, ...]:
         """The flat form that the `autotp` ops take.
@@ -242,7 +242,7 @@ def _plain(size: int) -> tuple[Extent, ...]:
     return () if size == 1 else (Extent(size),)
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, stop in spans:
         if stop == start:

@@ -204,7 +204,7 @@ def widen_caches(inputs: Mapping[str, Any], records: Mapping[str, CacheRecord]) 
 
 def _widen(state: CacheState, prefix: str, records: Mapping[str, CacheRecord]) -> CacheState:
     leaves = list(state.leaves)
-    for i, path in enumerate(state.spec.paths()):
+    for i, path in enumerate(state.spec.list_paths()):
         record = records.get(prefix + path)
         if record is not None and record.dim is not None and record.dim < leaves[i].dim():
             shape = list(leaves[i].shape)
@@ -249,7 +249,9 @@ class _Flattener:
         if isinstance(value, _CONSTANTS):
             return CacheSpec("constant", value)
         if len(path) > _DEEPEST:
-            raise CaptureError(self._refuse(path, f"nested more than {_DEEPEST} deep, or a cycle"))
+            raise CaptureError(
+                self._explain_refusal(path, f"nested more than {_DEEPEST} deep, or a cycle")
+            )
         return self._flatten_tree(value, path)
 
     def _add_count(self, number: int | torch.SymInt) -> CacheSpec:
@@ -260,20 +262,23 @@ class _Flattener:
         kind: Kind
         if isinstance(value, list | tuple):
             sequence = cast("Sequence[object]", value)
-            kind, items = ("list" if isinstance(value, list) else "tuple"), dict(enumerate(sequence))
+            kind, items = (
+                ("list" if isinstance(value, list) else "tuple"),
+                dict(enumerate(sequence)),
+            )
         elif type(value) is dict:
             kind, items = "dict", cast("dict[Any, object]", value)
         elif _is_object(value):
             kind, items = "object", cast("dict[Any, object]", vars(value))
         else:
-            raise CaptureError(self._refuse(path, f"a {type(value).__name__}"))
+            raise CaptureError(self._explain_refusal(path, f"a {type(value).__name__}"))
         owner = type(value)
         if not path:  # flags that generation sets on a cache for its own use
             items = {k: v for k, v in items.items() if not (str(k)[:1] == "_" and type(v) is bool)}
         specs = tuple(self.flatten(v, (*path, k), owner, k) for k, v in items.items())
         return CacheSpec(kind, owner if kind == "object" else None, tuple(items), specs)
 
-    def _refuse(self, path: tuple[Any, ...], what: str) -> str:
+    def _explain_refusal(self, path: tuple[Any, ...], what: str) -> str:
         return (
             f"the cache {self.name}: {'.'.join(map(str, path))} is {what}, which a graph can "
             "neither take nor return. Use a plain cache, without offloading or quantisation."

@@ -1,9 +1,8 @@
 """Turns an unmodified model into one flat graph, by torch.export and a few repairs.
 
-The model is traced once, with symbolic batch and sequence sizes; where its forward fixes the
-sequence, at the sizes given. The graph keeps the model's own names and is free of in-place ops and
-of no-ops. What the code took for granted about sizes comes along as guards; what it
-asserts of values stays in the graph.
+The model is traced once, with symbolic batch and sequence sizes, or with the given sizes where its
+forward fixes the sequence. The graph has the model's own names and neither in-place ops nor no-ops.
+What the code assumes of sizes becomes guards; what it asserts of values stays in the graph.
 """
 
 import inspect
@@ -43,17 +42,26 @@ from autotp.capture.repairs.cached_forward import (
     tie_lengths,
     remove_length_branches,
 )
-from autotp.capture.repairs.functions import ExportAgain, keep_own_backwards, refuse_sparse_gradients
+from autotp.capture.repairs.functions import (
+    ExportAgain,
+    keep_own_backwards,
+    refuse_sparse_gradients,
+)
 from autotp.capture.repairs.hooks import refuse_backward_hooks, record_baked_hooks
 from autotp.capture.repairs.opaque import AppliedFunction
-from autotp.capture.repairs.values import KnownValues, needs_values, propose_known, build_value_guards
+from autotp.capture.repairs.values import (
+    KnownValues,
+    needs_values,
+    propose_known,
+    build_value_guards,
+)
 from autotp.errors import CaptureError
 
 __all__ = ["capture", "make_example_inputs", "retarget_graph"]
 
 FREEDOMS = (
     frozenset({"batch", "sequence", "decoder", "past", "kept"}),
-    frozenset({"batch", "sequence", "past", "kept"}),  # a decoder's first word
+    frozenset({"batch", "sequence", "past", "kept"}),  # a decoder's first token
     frozenset({"batch", "past", "kept"}),
     frozenset({"sequence", "decoder", "past", "kept"}),
     frozenset[str](),
@@ -63,19 +71,21 @@ SHORT = 200  # characters of torch's reason
 
 
 def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = False) -> Program:
-    """The forward of `model` as one graph, for the kind of call that `inputs` stands for.
+    """The forward of `model` as one graph, for calls like the one with `inputs`.
 
     Example: `capture(model, {"input_ids": ids, "use_cache": False}).graph` has the placeholder
     `input_ids`, `get_attr` nodes like `model.layers.0.mlp.up_proj.weight`, and a flat tuple as
     output.
 
     Constraints:
-    - Fixed are which inputs are present, their types, the values of non-tensors, train() or eval();
-      free are batch and sequence sizes (see `Program.dynamic`), within `Program.guards`.
-    - `gradients`: they are wanted, so a forward that gives no right ones is refused.
-    - Works for models on any device, meta included; constants and factory calls carry that device
-      until `retarget_graph`.
-    - The model is left as it was.
+    - Which inputs are present, their dtypes, the values of non-tensors and train() or eval() are
+      fixed; batch and sequence sizes are free (see `Program.dynamic`), within `Program.guards`.
+    - `gradients`: refuse a forward whose gradients would be wrong.
+    - Works on any device, meta included; constants and factory calls stay on that device until
+      `retarget_graph`.
+    - The model is not changed.
+
+    Raises CaptureError, which says where in the model the capture failed, why, and what to do.
     """
     if gradients:
         refuse_backward_hooks(model)
@@ -107,25 +117,26 @@ def capture(model: nn.Module, inputs: Mapping[str, Any], *, gradients: bool = Fa
 
 
 def _find_carried(given: Mapping[str, Any], out_spec: pytree.TreeSpec) -> dict[int, Carried]:
-    """The outputs that are tensors of a cache, each with the input that it takes the place of."""
+    """The outputs that are tensors of a cache, each with the input that it replaces."""
     leaves = list(name_leaves(given))
     numbered = pytree.tree_unflatten(leaves, pytree.tree_structure(dict(given)))
-    before = [dict(zip(s.spec.paths(), s.leaves, strict=True)) for s in list_caches(numbered)]
+    before = [dict(zip(s.spec.list_paths(), s.leaves, strict=True)) for s in list_caches(numbered)]
     after = list_cache_outputs(out_spec)
     before += [{}] * (len(after) - len(before))
     return {
         number: Carried(f"{k}.{path}" if k else path, names.get(path, ""))
         for k, (state, names) in enumerate(zip(after, before, strict=False))
-        for path, number in zip(state.spec.paths(), state.leaves, strict=True)
+        for path, number in zip(state.spec.list_paths(), state.leaves, strict=True)
     }
 
 
 @dataclass(frozen=True, slots=True)
 class _Export:
-    """What torch.export gave.
+    """A program of torch.export.
 
-    - `guards`: what it takes for granted; `baked`: the hooks that are in it.
-    - `free`: the kinds of axes left free; `known`: inputs whose values are fixed; `reason`: why.
+    - `guards`: its assumptions; `baked`: the hooks that are in it.
+    - `free`: the kinds of free axes; `known`: the inputs with fixed values; `reason`: why not all
+      is free.
     """
 
     program: ExportedProgram
@@ -138,10 +149,10 @@ class _Export:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One kind of call of a model: all inputs, with those that hold no tensor fixed.
+    """One kind of call of a model: all its inputs, of which those without tensors are fixed.
 
-    - `functions`: those with a backward of their own, exported as ops; filled as they are met.
-    - `known`: the inputs whose values are fixed, too.
+    - `functions`: those with their own backward, to be exported as ops; filled while exporting.
+    - `known`: the inputs whose values are fixed too.
     """
 
     model: nn.Module
@@ -150,41 +161,41 @@ class _Call:
     functions: dict[AppliedFunction, int] = field(default_factory=dict)
     known: frozenset[str] = frozenset()
 
-    def traced(self) -> list[str]:
-        """The names of the inputs that hold a tensor."""
+    def list_traced(self) -> list[str]:
+        """The names of the inputs that contain a tensor."""
         leaves = {n: pytree.tree_leaves(v) for n, v in self.given.items()}
         return [n for n, of in leaves.items() if any(isinstance(v, torch.Tensor) for v in of)]
 
     @contextmanager
-    def watched(self) -> Generator[tuple[list[Branch], set[int]]]:
-        """What an export needs around it; by what the model's code branches, what its hooks do."""
+    def prepare_export(self) -> Generator[tuple[list[Branch], set[int]]]:
+        """Apply all repairs during an export; records branches on sizes, and baked hooks."""
         name = type(self.model).__name__
         kept = keep_own_backwards(name, self.functions, gradients=self.gradients)
         with (
             restore_attributes(self.model),
-            self.by_keyword(),
+            self.replace_forward(),
             silence_torch(),
-            # with symbolic sizes, its keys cost more than what it saves
+            # with symbolic sizes, the keys of this cache cost more than it saves
             config.patch(fake_tensor_cache_enabled=False),
-            torch.set_grad_enabled(self.gradients),  # only then: torch keeps its tensors for good
+            torch.set_grad_enabled(self.gradients),  # torch never releases tensors otherwise
             kept,
-            remove_length_branches() if self.keeps_state() else nullcontext(),
-            record_branches() as found,
+            remove_length_branches() if self.has_cache() else nullcontext(),
+            record_branches() as branches,
             record_baked_hooks(self.model) as baked,
         ):
-            yield found, baked
+            yield branches, baked
 
-    def keeps_state(self) -> bool:
-        """Whether a cache goes in or is asked for."""
+    def has_cache(self) -> bool:
+        """Whether the inputs contain or request a cache."""
         return bool(self.given.get("use_cache")) or bool(list_caches(dict(self.given)))
 
     @contextmanager
-    def by_keyword(self) -> Generator[None]:
-        """The model takes exactly the traced inputs, by keyword, whatever its signature is."""
+    def replace_forward(self) -> Generator[None]:
+        """Let the model take exactly the traced inputs, by keyword, whatever its signature is."""
         forward, own = self.model.forward, vars(self.model).get("forward")
         parameters = inspect.signature(forward).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-        names = self.traced()
+        names = self.list_traced()
 
         known = {n: self.given[n].clone() for n in self.known}
 
@@ -198,7 +209,7 @@ class _Call:
             } | known
             with KnownValues(list(known.values())) if known else nullcontext():
                 first = [inputs.pop(n) for n in positional if n in inputs]
-                with refuse_kept_state(self.model) if self.keeps_state() else nullcontext():
+                with refuse_kept_state(self.model) if self.has_cache() else nullcontext():
                     return flatten_caches(forward(*first, **inputs))
 
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -213,9 +224,12 @@ class _Call:
 
 
 def _export_freest(call: _Call, axes: Mapping[str, Axes]) -> _Export:
-    """The export with most sizes free; with inputs known where the forward asks for values."""
+    """The export with the most free sizes; inputs are fixed where the forward reads values."""
     failures: list[Exception] = []
-    for known in (frozenset[str](), *propose_known({n: call.given[n] for n in _list_secondary(call)})):
+    for known in (
+        frozenset[str](),
+        *propose_known({n: call.given[n] for n in _list_secondary(call)}),
+    ):
         free_axes = {n: {} if n in known else of for n, of in axes.items()}
         tried: list[Exception] = []
         export = _try_freedoms(replace(call, known=known), free_axes, tried)
@@ -228,13 +242,15 @@ def _export_freest(call: _Call, axes: Mapping[str, Axes]) -> _Export:
 
 
 def _list_secondary(call: _Call) -> list[str]:
-    """The inputs that say how to read the main one; its own words are data."""
-    names = call.traced()
+    """The inputs that describe the main one, whose own values are data."""
+    names = call.list_traced()
     main = getattr(call.model, "main_input_name", names[0] if names else "")
     return [n for n in names if n not in (main, "labels", "decoder_input_ids")]
 
 
-def _try_freedoms(call: _Call, axes: Mapping[str, Axes], failures: list[Exception]) -> _Export | None:
+def _try_freedoms(
+    call: _Call, axes: Mapping[str, Axes], failures: list[Exception]
+) -> _Export | None:
     kinds = frozenset(kind for of in axes.values() for kind, _ in of.values())
     barred = _find_single_token_kinds(call, axes)
     for free in dict.fromkeys(freedom & kinds for freedom in FREEDOMS):
@@ -250,15 +266,15 @@ def _try_freedoms(call: _Call, axes: Mapping[str, Axes], failures: list[Exceptio
         guard = find_first_broken(export.guards, call.given)
         if guard is None:
             return export
-        failures.append(CaptureError(f"traced freely, it takes no sizes but {guard.expression}"))
+        failures.append(CaptureError(f"its free graph requires {guard.expression}"))
         barred |= _find_kind_at_fault(guard, call.given, axes)
     return None
 
 
 def _find_single_token_kinds(call: _Call, axes: Mapping[str, Axes]) -> frozenset[str]:
-    """The kinds of axes of one word after a cache: such calls have a graph of their own.
+    """The kinds of axes of size 1 in a decode step: such calls need a graph of their own.
 
-    A free graph takes no size of 1, where torch.export looks at it, so it would be tried in vain.
+    A free graph often excludes a size of 1, so that an export with these axes free would fail.
     """
     if not any(state.is_known for state in list_caches(dict(call.given))):
         return frozenset()
@@ -266,8 +282,10 @@ def _find_single_token_kinds(call: _Call, axes: Mapping[str, Axes]) -> frozenset
     return frozenset(kind for kind, size in every if size == 1 and kind in ("sequence", "decoder"))
 
 
-def _find_kind_at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]) -> frozenset[str]:
-    """The kind of axis that a broken guard speaks of; empty where it speaks of several."""
+def _find_kind_at_fault(
+    guard: Guard, given: Mapping[str, Any], axes: Mapping[str, Axes]
+) -> frozenset[str]:
+    """The kind of axis that a violated guard refers to; empty if it refers to several."""
     spelled = {_spell_leaf(given, name): of for name, of in axes.items()}
     named = re.findall(r"(L(?:\[[^]]+\])+)\.size\(\)\[(\d+)\]", guard.expression)
     kinds = {spelled[where][int(dim)][0] for where, dim in named if int(dim) in spelled[where]}
@@ -276,14 +294,16 @@ def _find_kind_at_fault(guard: Guard, given: Mapping[str, Any], axes: Mapping[st
 
 def _export_once(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) -> _Export:
     sized = resize_for_trace(call.given, axes, free, find_longest_input(call.model))
-    traced = {n: sized[n] for n in call.traced()}
-    shapes = {n: _build_dynamic_shapes(n, v, axes, free) for n, v in traced.items()} if free else None
+    traced = {n: sized[n] for n in call.list_traced()}
+    shapes = (
+        {n: _build_dynamic_shapes(n, v, axes, free) for n, v in traced.items()} if free else None
+    )
     try:
-        program, found, baked = _run_export(call, traced, shapes)
-    except ExportAgain:  # once: all the functions of the model are known now
-        program, found, baked = _run_export(call, traced, shapes)
-    learn_cache_dims(program, axes)  # here, where most is free, whether or not the given sizes fit
-    own = build_semantic_guards(found, program, {n: _spell_leaf(call.given, n) for n in axes})
+        program, branches, baked = _run_export(call, traced, shapes)
+    except ExportAgain:  # at most once: now all functions of the model are known
+        program, branches, baked = _run_export(call, traced, shapes)
+    learn_cache_dims(program, axes)  # also if the given sizes violate its guards
+    own = build_semantic_guards(branches, program, {n: _spell_leaf(call.given, n) for n in axes})
     guards = (*build_value_guards(call.given, call.known), *_read_guards(program), *own)
     return _Export(program, guards, frozenset(baked), free, call.known)
 
@@ -291,13 +311,13 @@ def _export_once(call: _Call, axes: Mapping[str, Axes], free: frozenset[str]) ->
 def _run_export(
     call: _Call, traced: dict[str, Any], shapes: dict[str, Any] | None
 ) -> tuple[ExportedProgram, list[Branch], set[int]]:
-    with call.watched() as (found, baked):
+    with call.prepare_export() as (branches, baked):
         program = torch.export.export(call.model, (), traced, dynamic_shapes=shapes, strict=False)
-    return program, found, baked
+    return program, branches, baked
 
 
 def _spell_leaf(given: Mapping[str, Any], leaf: str) -> str:
-    """How guards spell a leaf of the inputs: `L['x']`, `L['pair'][0]`."""
+    """How guards write a leaf of the inputs: `L['x']`, `L['pair'][0]`."""
     paths = [
         f"L[{name!r}]{pytree.keystr(path)}"
         for name, value in given.items()
@@ -306,13 +326,15 @@ def _spell_leaf(given: Mapping[str, Any], leaf: str) -> str:
     return dict(zip(name_leaves(given), paths, strict=True))[leaf]
 
 
-def _build_dynamic_shapes(name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]) -> Any:
+def _build_dynamic_shapes(
+    name: str, value: Any, axes: Mapping[str, Axes], free: frozenset[str]
+) -> Any:
     """The `dynamic_shapes` of one input: nested like `value`."""
     leaves = [
         {d: Dim.DYNAMIC for d, a in axes.get(leaf, {}).items() if a[0] in free} or None
         for leaf in name_leaves({name: value})
     ]
-    # torch takes the children of a class of others as a list
+    # torch expects the children of registered classes as a list
     return _list_children(pytree.tree_unflatten(leaves, pytree.tree_structure(value)))
 
 
@@ -341,7 +363,7 @@ def _build_graph(
     if functionalise_graph(graph):
         graph, lifted = flatten_program(_make_functional(model, exported), inputs, tied)
         if reason := functionalise_graph(graph):
-            raise CaptureError(f"{type(model).__name__}: {reason}. Use an op that is not in place.")
+            raise CaptureError(f"{type(model).__name__}: {reason}. Use an out-of-place op.")
     clean_graph(graph, lifted)
     return graph, lifted
 
@@ -350,8 +372,8 @@ def _make_functional(model: nn.Module, exported: ExportedProgram) -> ExportedPro
     functional = decompose_program(exported)
     if target := find_mutated(functional):
         raise CaptureError(
-            f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call. "
-            f"Ranks could not agree on it: {_advise(model, target)}."
+            f"{type(model).__name__}: its forward writes to {target!r}, which outlives the call, "
+            f"so ranks could diverge. {_advise(model, target)}."
         )
     return functional
 
@@ -359,10 +381,10 @@ def _make_functional(model: nn.Module, exported: ExportedProgram) -> ExportedPro
 def _advise(model: nn.Module, target: str) -> str:
     """What to do about a write to `target`."""
     if target in dict(model.named_parameters()):
-        return "take the update out of the forward; an embedding makes one where max_norm is set"
+        return "Move the update out of the forward; an embedding makes one if max_norm is set"
     if target in dict(model.named_buffers()):
-        return "call eval(), or take the update out of the forward"
-    return "write to a copy of the input"
+        return "Call eval(), or move the update out of the forward"
+    return "Write to a copy of the input"
 
 
 def _find_aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
@@ -373,21 +395,21 @@ def _find_aliases(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def _read_guards(exported: ExportedProgram) -> tuple[Guard, ...]:
-    """What the model's code assumed of sizes, without the ranges that come from tracing at ≥ 2."""
+    """What the model's code assumes of sizes, without the ranges that come from tracing at ≥ 2."""
     return tuple(Guard(code) for code in exported._guards_code)  # pyright: ignore[reportPrivateUsage]
 
 
 def _list_fixed_guards(
     given: Mapping[str, Any], axes: Mapping[str, Axes], free: frozenset[str]
 ) -> Iterator[Guard]:
-    """What tracing fixed of each tensor input: type, rank, and the sizes that are not free."""
+    """What tracing fixed of each tensor input: dtype, rank, and the sizes that are not free."""
     for name, value in given.items():
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             if isinstance(leaf, torch.Tensor):
                 where = f"L[{name!r}]{pytree.keystr(path)}"
                 leaf_name = next(n for n in axes if _spell_leaf(given, n) == where)
                 dims = {d for d, a in axes[leaf_name].items() if a[0] in free}
-                if isinstance(value, CacheState) and value.is_known:  # ranks may hold parts of it
+                if isinstance(value, CacheState) and value.is_known:  # ranks may have shards of it
                     dims |= set(range(leaf.dim())) - {*axes[leaf_name]}
                 yield from map(Guard, _describe_form(where, leaf, dims))
 

@@ -1,6 +1,6 @@
-"""Knows what does nothing in a captured graph, takes it out, and moves a graph to another device.
+"""Removes ops without effect from a captured graph, and moves a graph to another device.
 
-Sizes are never ordered: they are symbols, and a comparison would specialise them.
+Constraints: sizes are never ordered. They may be symbols, and a comparison would specialise them.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ DEFINED: Mapping[object, Any] = {
     aten.empty.memory_format: aten.zeros.default,
     aten.empty_like.default: aten.zeros_like.default,
 }
-"""What holds whatever was in memory, and what stands for it: no two runs would compare."""
+"""Ops with undefined values, and their replacements: otherwise no two runs could be compared."""
 
 FACTORIES: Mapping[object, Any] = {
     aten.new_empty.default: aten.zeros.default,
@@ -37,19 +37,21 @@ FACTORIES: Mapping[object, Any] = {
     aten.new_ones.default: aten.ones.default,
     aten.new_full.default: aten.full.default,
 }
-"""Factories that read the dtype and device of a tensor, and those that are given both."""
+"""Factories that read dtype and device of a tensor, and those that take both as arguments."""
 
 
-def clean_graph(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-    """Drops no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfolds copies.
+def clean_graph(
+    graph: fx.Graph, constants: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> None:
+    """Remove no-op slices and casts, aliases, asserts and dead nodes from `graph`; unfold copies.
 
-    What is indexed by consecutive numbers, which `constants` hold by their targets, is sliced.
+    - `constants`: by `get_attr` target; an index of consecutive numbers among them becomes a slice.
 
-    What holds undefined values holds zeros. Asserts about values stay; on sizes there are guards.
+    Undefined values become zeros. Asserts on values remain; for those on sizes there are guards.
 
     Constraints:
     - No op of `graph` works in place.
-    - What draws random numbers stays, used or not: the stream of random numbers is the model's.
+    - Ops that draw random numbers remain even if unused, so that the random stream is the model's.
     """
     _unfold_ops(graph)
     for node in list(graph.nodes):
@@ -69,7 +71,7 @@ def clean_graph(graph: fx.Graph, constants: Mapping[str, torch.Tensor] = Mapping
 
 
 def _unfold_ops(graph: fx.Graph) -> None:
-    """Writes ops that only bring others to a shape, dtype or device as what they do."""
+    """Replace ops that only change a shape, dtype or device by simpler ones."""
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         _unfold_copy(graph, node)
     for node in graph.find_nodes(op="call_function", target=aten.broadcast_tensors.default):
@@ -86,7 +88,7 @@ def _unfold_ops(graph: fx.Graph) -> None:
 
 
 def _unfold_copy(graph: fx.Graph, node: fx.Node) -> None:
-    """`copy(x, y)` becomes `y` in the dtype and shape of `x`: the op itself has no derivative."""
+    """`copy(x, y)` becomes `y` with the dtype and shape of `x`: the op itself has no derivative."""
     target, source = cast(tuple[fx.Node, fx.Node], node.args[:2])
     with graph.inserting_before(node):
         typed = graph.call_function(aten.to.dtype, (source, node.meta["val"].dtype))
@@ -113,7 +115,7 @@ def _unfold_factory(node: fx.Node) -> None:
 
 
 def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Tensor]) -> None:
-    """`x[:, [-2, -1]]` becomes a copy of a slice: a part of one dim, of which much is known."""
+    """`x[:, [-2, -1]]` becomes a copy of a slice, which can be sharded in more ways."""
     source, listed = cast(tuple[fx.Node, list[fx.Node | None]], node.args[:2])
     used = [(d, item) for d, item in enumerate(listed) if item is not None]
     index = constants.get(str(used[0][1].target)) if len(used) == 1 else None
@@ -124,7 +126,9 @@ def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Ten
     with graph.inserting_before(node):
         piece = graph.call_function(aten.slice.Tensor, (source, used[0][0], run.start, run.stop))
         piece.meta = dict(node.meta)
-        copy = graph.call_function(aten.clone.default, (piece,))  # contiguous, as what was indexed
+        copy = graph.call_function(
+            aten.clone.default, (piece,)
+        )  # contiguous, like the result of indexing
         copy.kwargs = {"memory_format": torch.contiguous_format}
         copy.meta = dict(node.meta)
     node.replace_all_uses_with(copy)
@@ -132,10 +136,10 @@ def _slice_run(graph: fx.Graph, node: fx.Node, constants: Mapping[str, torch.Ten
 
 
 def _pack_input(graph: fx.Graph, node: fx.Node) -> None:
-    """A linear layer of a slice takes a copy in one piece.
+    """Make the input of a linear layer contiguous if it is a slice.
 
-    Torch would multiply each row of the batch by the weight on its own otherwise, unless that
-    requires grad, and read the whole weight for each.
+    Otherwise torch multiplies each row of the batch separately, unless the weight requires grad,
+    and reads the full weight for each.
     """
     piece = cast(fx.Node, node.args[0])
     if piece.target is not aten.slice.Tensor or piece.meta["val"].dim() < 3:
@@ -147,7 +151,7 @@ def _pack_input(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _find_run(index: torch.Tensor, size: int) -> range | None:
-    """The consecutive places, of `size`, that an index of one dim lists; None if it does not."""
+    """The range of consecutive positions that an index into `size` lists; None if there is none."""
     if index.dim() != 1 or index.dtype not in (torch.int32, torch.int64) or index.is_meta:
         return None
     places = [n % size for n in index.tolist()]
@@ -156,19 +160,20 @@ def _find_run(index: torch.Tensor, size: int) -> range | None:
 
 
 def _unfold_broadcast(node: fx.Node) -> None:
-    """Of several tensors brought to one shape, those that have it already are taken as they are."""
-    given = cast(list[fx.Node], node.args[0])
+    """Pass on the operands of `broadcast_tensors` that already have the common shape."""
+    operands = cast(list[fx.Node], node.args[0])
     for item in list(node.users):
-        source = given[cast(int, item.args[1])]
+        source = operands[cast(int, item.args[1])]
         if spell_sizes(source) == spell_sizes(item):
             item.replace_all_uses_with(source)
 
 
 def _drop_empty_operands(graph: fx.Graph, node: fx.Node) -> None:
-    """Takes from a `cat` what adds nothing: tensors of shape (0,), as a fresh cache is."""
-    given = cast(list[fx.Node], node.args[0])
-    kept = [n for n in given if spell_sizes(n) != ["0"]]
-    if len(kept) == len(given) or {n.meta["val"].dtype for n in kept} != {node.meta["val"].dtype}:
+    """Remove operands of shape (0,) from a `cat`, such as an empty cache."""
+    operands = cast(list[fx.Node], node.args[0])
+    kept = [n for n in operands if spell_sizes(n) != ["0"]]
+    dtypes = {n.meta["val"].dtype for n in kept}
+    if len(kept) == len(operands) or dtypes != {node.meta["val"].dtype}:
         return
     node.args = (kept, *node.args[1:])
     if len(kept) == 1:
@@ -177,21 +182,21 @@ def _drop_empty_operands(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def is_disabled_dropout(node: fx.Node) -> bool:
-    """Whether `node` is a dropout that is off: it then returns its very input, not a copy."""
+    """Whether `node` is a disabled dropout, which returns its input itself, not a copy."""
     return node.target in DROPOUTS and (
         read_argument(node, "p") == 0 or not read_argument(node, "train")
     )
 
 
 def retarget_graph(graph: fx.Graph, device: torch.device) -> None:
-    """Makes every device argument in `graph` (factory calls, `to`) `device`, in place."""
+    """Set every device argument in `graph` (factory calls, `to`) to `device`, in place."""
 
-    def moved(argument: Any) -> Any:
+    def retarget(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
     for node in graph.nodes:
-        node.args = map_aggregate(node.args, moved)
-        node.kwargs = map_aggregate(node.kwargs, moved)
+        node.args = map_aggregate(node.args, retarget)
+        node.kwargs = map_aggregate(node.kwargs, retarget)
 
 
 def _never(node: fx.Node) -> bool:
@@ -203,7 +208,7 @@ def _always(node: fx.Node) -> bool:
 
 
 def is_removable(node: fx.Node) -> bool:
-    """Whether `node` may go where nothing reads it: it neither draws random numbers nor asserts."""
+    """Whether `node` can be removed if unused: it neither draws random numbers nor asserts."""
     if node.op != "call_function":
         return node.op == "get_attr"
     tags = node.target.tags if isinstance(node.target, OpOverload) else ()
@@ -211,7 +216,7 @@ def is_removable(node: fx.Node) -> bool:
 
 
 def _checks_values(node: fx.Node) -> bool:
-    """Whether `node` asserts something of a tensor's values, and not of sizes only."""
+    """Whether `node` asserts a condition on values, not only on sizes."""
     if node.target is not aten._assert_scalar.default or not isinstance(node.args[0], fx.Node):
         return False
     condition = node.args[0].meta["val"]
@@ -226,7 +231,7 @@ def _is_whole_slice(node: fx.Node) -> bool:
 
 
 def _spell_size(node: object, dim: object) -> str:
-    """A size as text, so that symbols compare by form: no guard, no order."""
+    """A size as text: comparing symbols adds no guard."""
     return str(node.meta["val"].shape[dim])  # type: ignore[attr-defined, index]
 
 
@@ -247,4 +252,4 @@ DOES_NOTHING: dict[object, Callable[[fx.Node], bool]] = {
     aten.lift_fresh_copy.default: _always,
     aten.lift_fresh.default: _always,
 }
-"""When a call returns its first argument unchanged, by op."""
+"""For each op, whether a call returns its first argument unchanged."""

@@ -1,8 +1,7 @@
-"""From torch.export's program to one flat graph of our own, without running it again.
+"""Converts the program of torch.export to one flat graph of our own, without running it again.
 
-The graph is copied node by node: lifted parameters and buffers become `get_attr` nodes made where
-they are first used, non-tensor inputs disappear, regions that only switch gradients off are
-inlined.
+The graph is copied node by node: lifted parameters and buffers become `get_attr` nodes at their
+first use, non-tensor inputs disappear, regions that only disable gradients are inlined.
 """
 
 import hashlib
@@ -26,7 +25,7 @@ __all__ = ["name_constant", "decompose_program", "flatten_program", "find_mutate
 KEPT_META = ("val", "nn_module_stack", "stack_trace")
 WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast
-NATIVE_DROPOUT = torch.ops.aten.native_dropout.default  # how torch's functional form spells dropout
+NATIVE_DROPOUT = torch.ops.aten.native_dropout.default  # dropout in torch's functional form
 STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 PLAIN_OUTPUTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 
@@ -34,38 +33,37 @@ PLAIN_OUTPUTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 def flatten_program(
     exported: ExportedProgram, inputs: tuple[str, ...], tied: Mapping[str, str]
 ) -> tuple[fx.Graph, dict[str, torch.Tensor]]:
-    """The graph of `exported` with the tensors it made as constants, by their `get_attr` name.
+    """The graph of `exported`, and the constants in it by their `get_attr` name.
 
-    Constraints:
     - `inputs`: names of the tensor inputs in the program's order; a dot becomes an underscore.
-    - `tied`: alias to the name that the graph is to use.
+    - `tied`: for each alias, the name that the graph is to use.
     """
     copy = _GraphCopy(tied)
     for spec, node in zip(
         exported.graph_signature.input_specs, _list_placeholders(exported), strict=True
     ):
         if spec.kind in STATE:
-            copy.state(node, str(spec.target))
+            copy.add_state(node, str(spec.target))
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constant = exported.constants[str(spec.target)]
             assert isinstance(constant, torch.Tensor)
-            copy.constant(node, constant)
+            copy.add_constant(node, constant)
         elif spec.kind is not InputKind.USER_INPUT:
             raise CaptureError(_explain_unsupported(spec))
         elif isinstance(spec.arg, ConstantArgument):
             copy.values[node] = spec.arg.value
     tensors = [n for n in _list_placeholders(exported) if n not in copy.values]
     for name, node in zip(inputs, tensors, strict=True):
-        copy.placeholder(node, name.replace(".", "_"))
-    copy.graph.output(tuple(copy.region(exported.graph_module)))
+        copy.add_placeholder(node, name.replace(".", "_"))
+    copy.graph.output(tuple(copy.copy_region(exported.graph_module)))
     return copy.graph, copy.lifted
 
 
 def decompose_program(exported: ExportedProgram) -> ExportedProgram:
-    """The program made functional by torch, all its other ops kept whole.
+    """The program made functional by torch, with no other op decomposed.
 
-    Torch forgets the regions without gradients on the way: what leaves them is detached before. Nor
-    does it know that a dropout that is off returns its very input.
+    Torch drops regions without gradients meanwhile, so their results are detached first. Nor does
+    it know that a disabled dropout returns its input itself.
     Constraints: `exported` is changed.
     """
     for module in exported.graph_module.modules():
@@ -80,7 +78,7 @@ def decompose_program(exported: ExportedProgram) -> ExportedProgram:
 
 
 def find_mutated(exported: ExportedProgram) -> str:
-    """The name of the first buffer or input that the functional program writes to; or empty."""
+    """The name of the first buffer or input that the functional program writes to; "" if none."""
     written = (s for s in exported.graph_signature.output_specs if s.kind not in PLAIN_OUTPUTS)
     return next((str(s.target) for s in written), "")
 
@@ -103,13 +101,13 @@ def _list_placeholders(exported: ExportedProgram) -> list[fx.Node]:
 
 def _explain_unsupported(spec: InputSpec) -> str:
     return (
-        f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, not a tensor. "
-        "Use plain tensors, parameters and buffers."
+        f"{spec.arg.name}: the forward uses an object of kind {spec.kind.name}, which is not a "
+        "tensor. Use plain tensors, parameters and buffers."
     )
 
 
 def _detach_regions(graph: fx.Graph) -> None:
-    """Detaches each tensor that leaves a region without gradients, under its own name."""
+    """Detach each result of a region without gradients, under its own name."""
     regions = [n for n in graph.nodes if n.target is WITH_GRAD and not n.args[0]]
     for node in [user for region in regions for user in region.users]:
         if _is_real(node):
@@ -135,7 +133,7 @@ def _is_real(value: object) -> bool:
 
 
 class _GraphCopy:
-    """A graph in the making: `values` maps nodes of the program to what stands for them here."""
+    """A graph being built: `values` maps nodes of the program to their values in it."""
 
     def __init__(self, tied: Mapping[str, str]) -> None:
         self.graph = fx.Graph()
@@ -144,83 +142,76 @@ class _GraphCopy:
         self._tied = tied
         self._made: dict[str, fx.Node] = {}
 
-    def placeholder(self, node: fx.Node, name: str) -> None:
-        self.values[node] = self._created("placeholder", name, (), {}, name, node)
+    def add_placeholder(self, node: fx.Node, name: str) -> None:
+        self.values[node] = self._create("placeholder", name, (), {}, name, node)
 
-    def state(self, node: fx.Node, target: str) -> None:
+    def add_state(self, node: fx.Node, target: str) -> None:
         self.values[node] = _PendingAttribute(self._tied.get(target, target), node)
 
-    def constant(self, node: fx.Node, value: torch.Tensor) -> None:
+    def add_constant(self, node: fx.Node, value: torch.Tensor) -> None:
         name = name_constant(value)
         self.lifted[name] = value.detach()
         self.values[node] = _PendingAttribute(name, node)
 
-    def region(self, module: fx.GraphModule) -> list[Any]:
-        """What a (sub)graph returns, after its nodes were copied; its placeholders have values."""
+    def copy_region(self, module: fx.GraphModule) -> list[Any]:
+        """Copy the nodes of a (sub)graph whose placeholders have values; the results."""
         for node in module.graph.nodes:
             if node.op == "get_attr":
                 self.values[node] = getattr(module, node.target)
             elif node.op == "call_function":
-                self.values[node] = self._called(node)
-        return list(self._mapped(module.graph.output_node().args[0]))
+                self.values[node] = self._copy_call(node)
+        return list(self._map(module.graph.output_node().args[0]))
 
-    def _called(self, node: fx.Node) -> Any:
+    def _copy_call(self, node: fx.Node) -> Any:
         if isinstance(node.target, HigherOrderOperator):
-            return self._inlined(node)
+            return self._inline_region(node)
         if is_disabled_dropout(node):
-            return self._mapped(node.args[0])
+            return self._map(node.args[0])
         if node.target is NATIVE_DROPOUT:
-            args = self._mapped(node.args)
+            args = self._map(node.args)
             dropout = torch.ops.aten.dropout.default
-            return [self._created("call_function", dropout, args, {}, "dropout", node), None]
-        args, kwargs = self._mapped(node.args), self._mapped(node.kwargs)
+            return [self._create("call_function", dropout, args, {}, "dropout", node), None]
+        args, kwargs = self._map(node.args), self._map(node.kwargs)
         if node.target is operator.getitem and isinstance(args[0], (list, tuple)):
             return args[0][args[1]]
-        return self._created("call_function", node.target, args, kwargs, node.name, node)
+        return self._create("call_function", node.target, args, kwargs, node.name, node)
 
-    def _inlined(self, node: fx.Node) -> list[Any]:
+    def _inline_region(self, node: fx.Node) -> list[Any]:
         if node.target is WITH_GRAD:
             enabled, submodule, *operands = node.args
-            outputs = self._entered(submodule, operands)
-            return outputs if enabled else [self._detached(o) for o in outputs]
+            outputs = self._enter_region(submodule, operands)
+            return outputs if enabled else [self._detach(o) for o in outputs]
         if node.target is WITH_AUTOCAST and not node.args[2]:
-            return self._entered(node.args[4], list(node.args[5:]))
-        raise CaptureError(
-            _explain_region(
-                node,
-                [
-                    v
-                    for v in map(self.values.get, node.all_input_nodes)
-                    if isinstance(v, fx.GraphModule)
-                ],
-            )
-        )
+            return self._enter_region(node.args[4], list(node.args[5:]))
+        operands = map(self.values.get, node.all_input_nodes)
+        modules = [x for x in operands if isinstance(x, fx.GraphModule)]
+        raise CaptureError(_explain_region(node, modules))
 
-    def _entered(self, submodule: Any, operands: list[Any]) -> list[Any]:
+    def _enter_region(self, submodule: Any, operands: list[Any]) -> list[Any]:
         module = self.values[submodule]
         names = [n for n in module.graph.nodes if n.op == "placeholder"]
-        self.values |= {n: self._mapped(o) for n, o in zip(names, operands, strict=True)}
-        return self.region(module)
+        self.values |= {n: self._map(o) for n, o in zip(names, operands, strict=True)}
+        return self.copy_region(module)
 
-    def _detached(self, value: Any) -> Any:
+    def _detach(self, value: Any) -> Any:
         if not _is_real(value):
             return value
         detach = torch.ops.aten.detach.default
-        return self._created("call_function", detach, (value,), {}, "detach", value)
+        return self._create("call_function", detach, (value,), {}, "detach", value)
 
-    def _mapped(self, argument: Any) -> Any:
-        return fx.map_arg(argument, self._value)
+    def _map(self, argument: Any) -> Any:
+        return fx.map_arg(argument, self._find_value)
 
-    def _value(self, node: fx.Node) -> Any:
+    def _find_value(self, node: fx.Node) -> Any:
         value = self.values[node]
         if not isinstance(value, _PendingAttribute):
             return value
         if value.target not in self._made:
             args = ("get_attr", value.target, (), {}, None, value.node)
-            self._made[value.target] = self._created(*args)
+            self._made[value.target] = self._create(*args)
         return self._made[value.target]
 
-    def _created(
+    def _create(
         self,
         op: str,
         target: str | Callable[..., Any],
@@ -235,7 +226,7 @@ class _GraphCopy:
 
 
 class _PendingAttribute:
-    """A parameter, buffer or constant that has no node yet: it gets one where it is first used."""
+    """A parameter, buffer or constant without a node yet: it gets one at its first use."""
 
     __slots__ = ("node", "target")
 
@@ -247,8 +238,8 @@ class _PendingAttribute:
 def _explain_region(node: fx.Node, modules: list[fx.GraphModule]) -> str:
     lines = [find_source_line(n) for module in modules for n in module.graph.nodes]
     own = [line for line in lines if line and not line.file.startswith(TORCH)]
-    where = own[-1] if own else "no source line known"
+    where = own[-1] if own else "source line unknown"
     return (
-        f"{node.name} ({where}): the forward contains {node.target}, a region that one flat "
-        "graph cannot hold. Take autocast and control flow on tensor values out of the forward."
+        f"{node.name} ({where}): the forward contains {node.target}, a region that a flat graph "
+        "cannot represent. Move autocast and control flow on tensor values out of the forward."
     )

@@ -28,7 +28,9 @@ def silence_torch() -> Generator[None]:
         yield
         return
     # any module of torch may log an error before it raises it
-    loggers = [logging.getLogger(n) for n in logging.root.manager.loggerDict if _belongs_to_torch(n)]
+    loggers = [
+        logging.getLogger(n) for n in logging.root.manager.loggerDict if _belongs_to_torch(n)
+    ]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True

@@ -64,7 +64,9 @@ def _find_twin(node: fx.Node) -> OpOverload | None:
     assert schema is not None
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
     packet = getattr(torch.ops, schema.name.split("::")[0])
-    found = getattr(getattr(packet, _name_functional(schema), None), schema.overload_name or "default", None)
+    found = getattr(
+        getattr(packet, _name_functional(schema), None), schema.overload_name or "default", None
+    )
     if written != [0] or not isinstance(found, OpOverload):
         return None
     twin = found._schema  # pyright: ignore[reportPrivateUsage]

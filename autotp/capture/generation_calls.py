@@ -56,7 +56,9 @@ class GenerationCalls:
             settings.eos_token_id = settings.forced_eos_token_id = settings.pad_token_id = None
             if settings.decoder_start_token_id is None:
                 settings.decoder_start_token_id = 0  # any token: only sizes matter
-        prompt = {k: v for k, v in example.items() if k not in _DECIDED_BY_GENERATE and v is not None}
+        prompt = {
+            k: v for k, v in example.items() if k not in _DECIDED_BY_GENERATE and v is not None
+        }
         return GenerationCalls(bare, {k: _copy_with_values(v) for k, v in prompt.items()})
 
     @property
@@ -86,7 +88,9 @@ class GenerationCalls:
         """The same with `tokens` more in the prompt; itself if it has inputs other than tokens."""
         main = "decoder_input_ids" if self.has_encoder else "input_ids"
         ids = self.prompt.get(main)
-        has_only_tokens = {"input_ids", "attention_mask", "decoder_input_ids"}.issuperset(self.prompt)
+        has_only_tokens = {"input_ids", "attention_mask", "decoder_input_ids"}.issuperset(
+            self.prompt
+        )
         if not isinstance(ids, torch.Tensor) or not has_only_tokens:
             return self
         length = ids.shape[1]

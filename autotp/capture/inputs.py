@@ -16,7 +16,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState
-from autotp.capture.program import LOGITS_TO_KEEP, TOKEN_INPUTS, Program, find_broken_guard, name_leaves
+from autotp.capture.program import (
+    LOGITS_TO_KEEP,
+    TOKEN_INPUTS,
+    Program,
+    find_broken_guard,
+    name_leaves,
+)
 from autotp.capture.source_model import find_device
 from autotp.errors import CaptureError, PlanError
 
@@ -183,7 +189,9 @@ def resize_for_trace(
 
     Values are tiled or cropped. Equal axes stay equal, and `requires_grad` is kept.
     """
-    wanted = sorted({a for of in axes.values() for a in of.values() if a[0] in free}, key=_order_axis)
+    wanted = sorted(
+        {a for of in axes.values() for a in of.values() if a[0] in free}, key=_order_axis
+    )
     sizes = _choose_sizes(wanted, limit)
     leaves = [
         _resize(leaf, {d: sizes[a] for d, a in axes[name].items() if a in sizes})
@@ -292,9 +300,7 @@ def _is_none(parameter: inspect.Parameter | None) -> bool:
 def _explain_unknown(model: nn.Module, name: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
-    return (
-        f"{type(model).__name__}: its forward does not take {name!r}, only {_quote_names(known)}. {hint}"
-    )
+    return f"{type(model).__name__}: its forward does not take {name!r}, only {_quote_names(known)}. {hint}"
 
 
 def _quote_names(names: Mapping[str, object] | list[str]) -> str:
@@ -326,7 +332,8 @@ class _Examples:
         if main not in makers:
             raise PlanError(
                 f"{type(self.model).__name__}: example inputs can be made for "
-                f"{_quote_names(list(makers))}, but its main input is {main!r}. Pass example_inputs={{{main!r}: tensor, …}}."
+                f"{_quote_names(list(makers))}, but its main input is {main!r}. "
+                f"Pass example_inputs={{{main!r}: tensor, …}}."
             )
         inputs: dict[str, Any] = {main: makers[main]()}
         if "attention_mask" in taken and main == "input_ids":
@@ -344,7 +351,9 @@ class _Examples:
     def make_labels(self) -> torch.Tensor:
         loss = str(getattr(self.model, "loss_type", "") or "")
         if loss.endswith(("SequenceClassification", "ImageClassification")):
-            return self._sample_integers((self.batch,), int(getattr(_find_config(self.model), "num_labels", 2)))
+            return self._sample_integers(
+                (self.batch,), int(getattr(_find_config(self.model), "num_labels", 2))
+            )
         return self.make_tokens()
 
     def make_pixels(self) -> torch.Tensor:

@@ -115,7 +115,7 @@ def _find_size_faults(program: Program) -> Iterator[str]:
             unknown = expression.free_symbols - known - free_unbacked_symbols(size)
             if unknown:
                 names = ", ".join(sorted(map(str, unknown)))
-                yield f"{describe_node(node)}: no input has the {names} of its size {expression}"
+                yield f"{describe_node(node)}: its size {expression} has {names}, unlike any input"
 
 
 def _list_symbolic_sizes(node: fx.Node) -> Iterator[torch.SymInt]:

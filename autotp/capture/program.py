@@ -125,7 +125,9 @@ def find_first_broken(guards: Iterable[Guard], inputs: Mapping[str, Any]) -> Gua
     """The first of `guards` that `inputs` violate."""
     scope = {"L": inputs, "torch": torch, "math": math}
     every = tuple(guards)
-    if eval(_compile_guard(_combine_guards(every)), scope):  # all in one expression: there may be hundreds
+    if eval(
+        _compile_guard(_combine_guards(every)), scope
+    ):  # all in one expression: there may be hundreds
         return None
     return next((g for g in every if not eval(_compile_guard(g.expression), scope)), None)
 

@@ -61,14 +61,14 @@ def check_types(
     """
     checker = _Checker(graph, values, analysis, decision)
     for node in graph.nodes:
-        checker.node(node)
-    checker.outputs()
+        checker.check_node(node)
+    checker.check_outputs()
     reached = find_differentiated_nodes(graph, analysis) if training else set[fx.Node]()
-    seen = Counter(_collectives(graph, reached, analysis, tp))
+    seen = Counter(_list_collectives(graph, reached, analysis, tp))
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:
         raise VerifyError(
-            f"the graph runs {_counted(seen)}, the plan counts {_counted(expected)}: the "
+            f"the graph runs {_format_counts(seen)}, the plan counts {_format_counts(expected)}: the "
             "rewriter and the plan disagree; please report the model"
         )
 
@@ -88,75 +88,77 @@ class _Checker:
         self.uses = {node.name: use for node, use in analysis.uses.items()}
         self.emitted = {node.name: node for node in graph.nodes}
 
-    def node(self, node: fx.Node) -> None:
+    def check_node(self, node: fx.Node) -> None:
         """Check one node of the rewritten graph."""
-        namespace, op = _name(node)
+        namespace, op = _split_op_name(node)
         if namespace == "autotp" and op in _OPS:
-            self._conversion(node, _OPS[op])
+            self._check_conversion(node, _OPS[op])
         elif namespace == "_c10d_functional" and op in FUNCTIONAL:
-            self._raw(node, op)
+            self._check_functional(node, op)
         elif node.op == "get_attr" and node.target in self.decision.parameters:
-            self._parameter(node)
+            self._check_parameter(node)
         elif node.op == "call_function" and node.name in self.uses:
-            self._use(node, self.uses[node.name])
+            self._check_use(node, self.uses[node.name])
 
-    def outputs(self) -> None:
+    def check_outputs(self) -> None:
         """Check that what leaves the graph is replicated."""
         outputs = cast("tuple[object, ...]", self.graph.output_node().args[0])
         for number, node in enumerate(outputs):
             if not isinstance(node, fx.Node):
                 continue
-            claimed = self._claim(node)
+            claimed = self._find_placement(node)
             if claimed != self.decision.caches.get(number, REPLICATED):
                 raise VerifyError(
-                    f"{_at(node)}: leaves the graph as {claimed}, but outputs must be R on every "
+                    f"{_describe_node(node)}: leaves the graph as {claimed}, but outputs must be R on every "
                     "rank: a reduction or gather is missing before it"
                 )
 
-    def _claim(self, node: fx.Node) -> Placement:
+    def _find_placement(self, node: fx.Node) -> Placement:
         traced = self.values.get(node.name)
         return traced.placement if traced else REPLICATED
 
-    def _parameter(self, node: fx.Node) -> None:
+    def _check_parameter(self, node: fx.Node) -> None:
         wanted = self.decision.parameters[str(node.target)]
         traced = self.values.get(node.name)
         if traced is not None and traced.placement != wanted:
             raise VerifyError(
-                f"{_at(node)}: parameter {node.target} is laid out {wanted}, the graph reads it as "
+                f"{_describe_node(node)}: parameter {node.target} is laid out {wanted}, the graph reads it as "
                 f"{traced.placement}"
             )
 
-    def _conversion(self, node: fx.Node, kinds: list[tuple[Kind, Kind]]) -> None:
+    def _check_conversion(self, node: fx.Node, kinds: list[tuple[Kind, Kind]]) -> None:
         read = cast(fx.Node, node.args[0])
-        claimed = self._claim(read)
+        claimed = self._find_placement(read)
         targets = [target for source, target in kinds if source == claimed.kind]
         if not targets:
             sources = " or ".join(dict.fromkeys(source for source, _ in kinds))
             raise VerifyError(
-                f"{_at(node)}: converts {sources} to {kinds[0][1]}, but {read.name} is {claimed}"
+                f"{_describe_node(node)}: converts {sources} to {kinds[0][1]}, but {read.name} is {claimed}"
             )
         made = self.values.get(node.name)
         if made is not None and made.placement.kind not in targets:
             wanted = " or ".join(targets)
-            raise VerifyError(f"{_at(node)}: gives {wanted}, but is taken for {made.placement}")
-        self._cuts(node, read, made)
-        self._rows(node, claimed, made)
+            raise VerifyError(
+                f"{_describe_node(node)}: gives {wanted}, but is taken for {made.placement}"
+            )
+        self._check_splits(node, read, made)
+        self._check_rows(node, claimed, made)
 
-    def _cuts(self, node: fx.Node, read: fx.Node, made: TracedValue | None) -> None:
+    def _check_splits(self, node: fx.Node, read: fx.Node, made: TracedValue | None) -> None:
         """The dims and splits written into a conversion are those of the placements it joins."""
         before = self.values.get(read.name)
         wanted: list[Any] = []
         for traced in (before, made):
             if traced is not None and traced.placement.is_split:
                 wanted += [traced.placement.dim, list(traced.split or ())]
-        written = [] if _name(node)[1] in _ROWS else list(node.args[1:-1])
+        written = [] if _split_op_name(node)[1] in _ROWS else list(node.args[1:-1])
         if written and (before is not None or made is not None) and wanted and written != wanted:
             raise VerifyError(
-                f"{_at(node)}: cuts (dim, outer, segments …) {written}, but the placements it "
+                f"{_describe_node(node)}: cuts (dim, outer, segments …) {written}, but the placements it "
                 f"joins are cut {wanted}: a wrong slice"
             )
 
-    def _rows(self, node: fx.Node, claimed: Placement, made: TracedValue | None) -> None:
+    def _check_rows(self, node: fx.Node, claimed: Placement, made: TracedValue | None) -> None:
         """The rows that a conversion moves are grouped by the bounds of their axis."""
         joined = (claimed, made.placement if made else claimed)
         for placement in (p for p in joined if p.is_grouped):
@@ -166,46 +168,52 @@ class _Checker:
             traced = self.values.get(bounds.name)
             if (traced.origin if traced else bounds.name, dim) != wanted:
                 raise VerifyError(
-                    f"{_at(node)}: moves rows along dim {dim}, grouped by {bounds.name}, but they "
+                    f"{_describe_node(node)}: moves rows along dim {dim}, grouped by {bounds.name}, but they "
                     f"are grouped along dim {wanted[1]} by {wanted[0]}: other rows than its own"
                 )
 
-    def _raw(self, node: fx.Node, op: str) -> None:
-        claimed = self._claim(_past_casts(cast(fx.Node, node.args[0]), self.values))
+    def _check_functional(self, node: fx.Node, op: str) -> None:
+        claimed = self._find_placement(_skip_casts(cast(fx.Node, node.args[0]), self.values))
         wanted = "P" if op == "all_reduce" else "S"
         if claimed.kind != wanted:
-            raise VerifyError(f"{_at(node)}: {op} of a value that is {claimed}, not {wanted}")
+            raise VerifyError(
+                f"{_describe_node(node)}: {op} of a value that is {claimed}, not {wanted}"
+            )
 
-    def _use(self, node: fx.Node, use: Use) -> None:
+    def _check_use(self, node: fx.Node, use: Use) -> None:
         strategy = self.decision.strategies[use.node]
         for k, operand in enumerate(use.operands):
-            found = _argument(node, operand)
+            found = _find_argument(node, operand)
             if not isinstance(found, fx.Node) or found.name not in self.emitted:
                 continue
             wanted = strategy.operands[k]
-            claimed = self._operand_claim(found, operand, wanted)
+            claimed = self._find_operand_placement(found, operand, wanted)
             if claimed != wanted:
                 raise VerifyError(
-                    f"{_at(node)}: operand {k} ({found.name}) is {claimed}, but strategy "
+                    f"{_describe_node(node)}: operand {k} ({found.name}) is {claimed}, but strategy "
                     f"{strategy.label} of {use.node.target} reads it as {wanted}: "
-                    f"{_advice(claimed, wanted)}"
+                    f"{_describe_cause(claimed, wanted)}"
                 )
 
-    def _operand_claim(self, found: fx.Node, operand: Operand, wanted: Placement) -> Placement:
+    def _find_operand_placement(
+        self, found: fx.Node, operand: Operand, wanted: Placement
+    ) -> Placement:
         """The placement of an operand; a sliced constant claims what its conversion says."""
         if found.name in self.values:
             return self.values[found.name].placement
-        namespace, op = _name(found)
+        namespace, op = _split_op_name(found)
         if namespace == "autotp" and op in ("scatter", "scatter_copies"):
-            return self._constant_cut(found, operand, wanted)
+            return self._find_constant_placement(found, operand, wanted)
         if namespace == "autotp" and op == "own_rows" and wanted.is_grouped:
             return wanted if found.args[2] == wanted.dim else REPLICATED
         return PARTIAL if (namespace, op) == ("autotp", "keep_first") else REPLICATED
 
-    def _constant_cut(self, found: fx.Node, operand: Operand, wanted: Placement) -> Placement:
+    def _find_constant_placement(
+        self, found: fx.Node, operand: Operand, wanted: Placement
+    ) -> Placement:
         """What a strategy asks for, if a constant is sliced so, dim by dim."""
         written: dict[int, tuple[int, ...]] = {}
-        while _name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
+        while _split_op_name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
             written[cast(int, found.args[1])] = tuple(cast("list[int]", found.args[2]))
             found = cast(fx.Node, found.args[0])
         forest = self.analysis.forest
@@ -216,7 +224,7 @@ class _Checker:
         )
 
 
-def _argument(node: fx.Node, operand: Operand) -> object:
+def _find_argument(node: fx.Node, operand: Operand) -> object:
     at = operand.argument
     if isinstance(at, int):
         given = node.args[at] if at < len(node.args) else None
@@ -227,12 +235,12 @@ def _argument(node: fx.Node, operand: Operand) -> object:
     return given[operand.item] if isinstance(given, list | tuple) else None
 
 
-def _collectives(
+def _list_collectives(
     graph: fx.Graph, reached: Set[fx.Node], analysis: Analysis, tp: int
 ) -> Iterator[tuple[str, str]]:
     """(kind, phase) of every collective that one call, and its backward pass, runs."""
     for node in graph.nodes:
-        namespace, op = _name(node)
+        namespace, op = _split_op_name(node)
         if namespace == "_c10d_functional" and op in FUNCTIONAL:
             yield FUNCTIONAL[op], "forward"
         elif namespace == "autotp" and op in _OPS:
@@ -242,11 +250,11 @@ def _collectives(
             if backward.collective and node in reached:
                 yield backward.collective, "backward"
         elif namespace == "autotp" and op == "share_gradients" and node in reached:
-            for _ in _buckets(node, analysis, tp):
+            for _ in _list_buckets(node, analysis, tp):
                 yield "all_reduce", "backward"
 
 
-def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
+def _list_buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
     """The dtypes and sub-groups in which one `share_gradients` sums."""
     found: set[object] = set()
     parameters = cast("list[fx.Node]", node.args[0])
@@ -260,18 +268,18 @@ def _buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
     return found
 
 
-def _name(node: fx.Node) -> tuple[str, str]:
+def _split_op_name(node: fx.Node) -> tuple[str, str]:
     namespace, _, name = name_op(node.target).partition("::")
     return namespace, name
 
 
-def _past_casts(node: fx.Node, values: dict[str, TracedValue]) -> fx.Node:
+def _skip_casts(node: fx.Node, values: dict[str, TracedValue]) -> fx.Node:
     while node.name not in values and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _advice(claimed: Placement, wanted: Placement) -> str:
+def _describe_cause(claimed: Placement, wanted: Placement) -> str:
     if claimed.kind == "P":
         return "a reduction is missing"
     if (claimed.kind, wanted.kind) == ("R", "R~"):
@@ -281,11 +289,11 @@ def _advice(claimed: Placement, wanted: Placement) -> str:
     return "a conversion is missing or wrong"
 
 
-def _counted(counts: Counter[tuple[str, str]]) -> str:
+def _format_counts(counts: Counter[tuple[str, str]]) -> str:
     found = sorted((f"{n} {kind} {phase}" for (kind, phase), n in counts.items()))
     return ", ".join(found) or "no collective"
 
 
-def _at(node: fx.Node) -> str:
+def _describe_node(node: fx.Node) -> str:
     path = find_module_path(node)
     return f"node {node.name}" + (f" in {path}" if path else "")

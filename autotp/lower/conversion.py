@@ -53,9 +53,9 @@ def emit_conversion(
     """
     op = CONVERSIONS[(source.kind, target.kind)]
     if not to.training and op.forward == ALL_REDUCE:
-        return _sum(node, to)
+        return _emit_all_reduce(node, to)
     if not to.training and op.forward == ALL_GATHER and _is_block(cut(source), to.tp):
-        return _gather(node, source.dim, to)
+        return _emit_all_gather(node, source.dim, to)
     args: list[Any] = [node]
     for placement in (source, target):
         if placement.is_grouped:
@@ -79,29 +79,29 @@ def _is_block(cut: Split, tp: int) -> bool:
     return cut.is_block(tp) and cut.is_even(tp) and cut.is_exact(tp)
 
 
-def _gather(node: fx.Node, dim: int, to: Target) -> fx.Node:
+def _emit_all_gather(node: fx.Node, dim: int, to: Target) -> fx.Node:
     """Shards gathered along dim 0, then moved to where they belong."""
-    new = _after(node, _aten.contiguous.default)
-    new = _after(new, _c10d.all_gather_into_tensor.default, to.tp, to.group)
-    new = _after(new, _c10d.wait_tensor.default)
+    new = _emit_after(node, _aten.contiguous.default)
+    new = _emit_after(new, _c10d.all_gather_into_tensor.default, to.tp, to.group)
+    new = _emit_after(new, _c10d.wait_tensor.default)
     if dim == 0:
         return new
-    parts = _after(new, _aten.unflatten.int, 0, [to.tp, -1])
-    moved = _after(parts, _aten.movedim.int, 0, dim)
-    return _after(moved, _aten.flatten.using_ints, dim, dim + 1)
+    parts = _emit_after(new, _aten.unflatten.int, 0, [to.tp, -1])
+    moved = _emit_after(parts, _aten.movedim.int, 0, dim)
+    return _emit_after(moved, _aten.flatten.using_ints, dim, dim + 1)
 
 
-def _sum(node: fx.Node, to: Target) -> fx.Node:
+def _emit_all_reduce(node: fx.Node, to: Target) -> fx.Node:
     own = node.meta["val"].dtype
     wide = choose_sum_dtype(own, to.reduce_dtype)
     if wide != own:
-        node = _after(node, _aten.to.dtype, wide)
-    new = _after(node, _c10d.all_reduce.default, "sum", to.group)
-    new = _after(new, _c10d.wait_tensor.default)
-    return new if wide == own else _after(new, _aten.to.dtype, own)
+        node = _emit_after(node, _aten.to.dtype, wide)
+    new = _emit_after(node, _c10d.all_reduce.default, "sum", to.group)
+    new = _emit_after(new, _c10d.wait_tensor.default)
+    return new if wide == own else _emit_after(new, _aten.to.dtype, own)
 
 
-def _after(node: fx.Node, function: OpOverload, *args: Argument) -> fx.Node:
+def _emit_after(node: fx.Node, function: OpOverload, *args: Argument) -> fx.Node:
     """A node of `function` on `node`, called after it: no other has its name."""
     name = f"{node.name}_{function.__name__.partition('.')[0]}"
     return node.graph.create_node("call_function", function, (node, *args), name=name)

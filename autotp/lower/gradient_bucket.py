@@ -34,10 +34,10 @@ def share_gradients(
     shared = nodes[0].graph.call_function(function, (list(nodes), flat, to.group), keywords)
     shared.meta["val"] = [n.meta["val"] for n in nodes]
     splits = [None if cut is None else cut[1] for cut in cuts]
-    return shared, list(_runs(wholes, splits, to))
+    return shared, list(_list_collectives(wholes, splits, to))
 
 
-def _runs(
+def _list_collectives(
     wholes: Sequence[torch.Tensor], splits: Sequence[Split | None], to: Target
 ) -> list[EmittedCollective]:
     """One all-reduce for each dtype and kind of sub-group that shares gradients."""
@@ -54,10 +54,10 @@ def _runs(
             moved.setdefault((choose_sum_dtype(meta.dtype, to.reduce_dtype), peers), []).append(
                 (meta, part)
             )
-    return [_run(peers, everyone, items) for (_, peers), items in moved.items()]
+    return [_build_collective(peers, everyone, items) for (_, peers), items in moved.items()]
 
 
-def _run(
+def _build_collective(
     peers: Peers, everyone: Peers, items: list[tuple[torch.Tensor, Fraction]]
 ) -> EmittedCollective:
     metas, shares = tuple(m for m, _ in items), tuple(share for _, share in items)

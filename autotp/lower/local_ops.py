@@ -47,23 +47,23 @@ class Site:
     kwargs: dict[str, Any]
     bounds: fx.Node | None = None
 
-    def is_cut(self, dim: Dim) -> bool:
+    def is_split(self, dim: Dim) -> bool:
         """Whether the strategy cuts an axis of `dim`."""
         return bool(self.forest.present((dim,), self.partition).parts)
 
-    def placed_dims(self, placement: Placement, dims: tuple[Dim, ...]) -> list[int]:
+    def list_split_dims(self, placement: Placement, dims: tuple[Dim, ...]) -> list[int]:
         """The numbers of the dims that are cut in a value placed so."""
         if placement.kind != "SS":
             return [placement.dim] if placement.is_split else []
-        return [d for d, dim in enumerate(dims) if self.is_cut(dim)]
+        return [d for d, dim in enumerate(dims) if self.is_split(dim)]
 
-    def call(self, target: Called, *args: Argument) -> fx.Node:
+    def emit(self, target: Called, *args: Argument) -> fx.Node:
         """A new node of the graph, called after the one being written: no other has its name."""
         function = cast("Callable[..., Any]", target)
         name = f"{self.use.node.name}_{function.__name__.partition('.')[0]}"
         return self.graph.create_node("call_function", function, args, name=name)
 
-    def plain(self) -> fx.Node:
+    def copy_node(self) -> fx.Node:
         """The node as it stands, on the converted operands."""
         return self.graph.create_node(
             "call_function",
@@ -73,7 +73,7 @@ class Site:
             name=self.use.node.name,
         )
 
-    def argument(self, *names: str) -> tuple[int | str, Any]:
+    def find_argument(self, *names: str) -> tuple[int | str, Any]:
         """Place and value of the first argument that has one of `names`; (-1, None) if none has."""
         schema = cast(Any, self.use.node.target)._schema
         for at, argument in enumerate(schema.arguments):
@@ -83,13 +83,13 @@ class Site:
                 return argument.name, self.kwargs.get(argument.name, argument.default_value)
         return -1, None
 
-    def give(self, name: str, value: Argument) -> None:
+    def set_argument(self, name: str, value: Argument) -> None:
         """Set the argument called `name`, if the op has one."""
         for at, argument in enumerate(cast(Any, self.use.node.target)._schema.arguments):
             if argument.name == name:
-                self.replace(at if at < len(self.args) else name, value)
+                self.set_argument_at(at if at < len(self.args) else name, value)
 
-    def replace(self, place: int | str, value: Argument) -> None:
+    def set_argument_at(self, place: int | str, value: Argument) -> None:
         """Set the argument at `place`."""
         if isinstance(place, int):
             self.args[place] = value
@@ -106,17 +106,17 @@ def emit_local_size(size: Argument, dim: Dim, site: Site) -> Argument:
         return size
     if not isinstance(size, fx.Node):
         return emit_local_length(dim, site)
-    whole, local, even = _units(dim, site)
+    whole, local, even = _count_units(dim, site)
     if even:
-        return site.call(operator.floordiv, size, whole // local)
-    return site.call(operator.mul, site.call(operator.floordiv, size, whole), local)
+        return site.emit(operator.floordiv, size, whole // local)
+    return site.emit(operator.mul, site.emit(operator.floordiv, size, whole), local)
 
 
-def _units(dim: Dim, site: Site) -> tuple[int, int, bool]:
+def _count_units(dim: Dim, site: Site) -> tuple[int, int, bool]:
     """Of a dim (of its cut axes, if its size is symbolic): the units, those of this rank, and
     whether all ranks have as many.
     """
-    split, tp = _split(dim, site), site.to.tp
+    split, tp = _find_split(dim, site), site.to.tp
     if split.is_known:
         return split.length(), split.local_length(site.to.rank, tp), split.is_even(tp)
     cuts = split.segments[0].cuts
@@ -126,38 +126,38 @@ def _units(dim: Dim, site: Site) -> tuple[int, int, bool]:
 
 def emit_local_length(dim: Dim, site: Site) -> int:
     """The elements of a static `dim` that one rank holds when the site's partition is cut."""
-    if not site.is_cut(dim):
+    if not site.is_split(dim):
         return site.forest.size(dim).static or 0
-    return _split(dim, site).local_length(site.to.rank, site.to.tp)
+    return _find_split(dim, site).local_length(site.to.rank, site.to.tp)
 
 
-def _split(dim: Dim, site: Site) -> Split:
+def _find_split(dim: Dim, site: Site) -> Split:
     cut = site.forest.split(dim, site.partition)
     assert cut is not None, f"{site.use.node.name}: {site.partition} has no split here"
     return cut
 
 
-def sizes(site: Site) -> fx.Node:
+def resize(site: Site) -> fx.Node:
     """Views and expansions: the size of a split dim of the result is the local one."""
-    place, listed = site.argument("size", "shape", "sizes")
+    place, listed = site.find_argument("size", "shape", "sizes")
     if listed is None:
-        return site.plain()
-    _, first = site.argument("dim")
+        return site.copy_node()
+    _, first = site.find_argument("dim")
     rank = len(site.use.operands[0].dims)
     offset = first % rank if isinstance(first, int) else 0  # unflatten lists one dim's sizes only
     dims = site.use.rule.results[0]
     local = list(cast("Sequence[Any]", listed))
-    for placed in site.placed_dims(site.strategy.results[0], dims):
+    for placed in site.list_split_dims(site.strategy.results[0], dims):
         if offset <= placed < offset + len(local):
             local[placed - offset] = emit_local_size(local[placed - offset], dims[placed], site)
-    site.replace(place, local)
-    return site.plain()
+    site.set_argument_at(place, local)
+    return site.copy_node()
 
 
 def squeeze(site: Site) -> fx.Node:
     """Dims of size 1 go, by number: the split dim stays, even at one element a rank."""
     dims = site.use.operands[0].dims
-    _, named = site.argument("dim")
+    _, named = site.find_argument("dim")
     listed = range(len(dims)) if named is None else [named] if isinstance(named, int) else named
     gone = [d % len(dims) for d in listed if not site.forest.flat(dims[d])]
     target = aten.squeeze.dims
@@ -165,35 +165,35 @@ def squeeze(site: Site) -> fx.Node:
     return site.graph.create_node("call_function", target, args, name=site.use.node.name)
 
 
-def repeats(site: Site) -> fx.Node:
+def localise_repeats(site: Site) -> fx.Node:
     """Repeated elements: this rank's share of the copies; how many there are in all follows."""
-    site.give("repeats", emit_local_length(site.use.rule.extra["copies"][0], site))
-    site.give("output_size", None)
-    return site.plain()
+    site.set_argument("repeats", emit_local_length(site.use.rule.extra["copies"][0], site))
+    site.set_argument("output_size", None)
+    return site.copy_node()
 
 
-def cut(site: Site) -> fx.Node:
+def slice_dim(site: Site) -> fx.Node:
     """A piece of the split dim is read or written: where it lies in this rank's share."""
-    at = cast(int, site.argument("dim")[1])
+    at = cast(int, site.find_argument("dim")[1])
     dims = site.use.operands[0].dims
-    if at % len(dims) in site.placed_dims(site.strategy.operands[0], dims):
+    if at % len(dims) in site.list_split_dims(site.strategy.operands[0], dims):
         start = sum(emit_local_length(d, site) for d in site.use.rule.extra["before"])
         length = emit_local_length(site.use.rule.extra["piece"][0], site)
-        site.give("start", start)
-        site.give("end", start + length)
-        site.give("length", length)
-    return site.plain()
+        site.set_argument("start", start)
+        site.set_argument("end", start + length)
+        site.set_argument("length", length)
+    return site.copy_node()
 
 
-def sections(site: Site) -> fx.Node:
+def split_sections(site: Site) -> fx.Node:
     """A dim cut into several results: each has the local length of its piece."""
-    _, at = site.argument("dim")
+    _, at = site.find_argument("dim")
     dims = site.use.operands[0].dims
-    if (at or 0) % len(dims) not in site.placed_dims(site.strategy.operands[0], dims):
-        return site.plain()
+    if (at or 0) % len(dims) not in site.list_split_dims(site.strategy.operands[0], dims):
+        return site.copy_node()
     lengths = [emit_local_length(d, site) for d in site.use.rule.extra["pieces"]]
-    if site.argument("chunks")[1] is not None and len(set(lengths)) == 1:
-        return site.plain()
+    if site.find_argument("chunks")[1] is not None and len(set(lengths)) == 1:
+        return site.copy_node()
     return site.graph.create_node(
         "call_function",
         aten.split_with_sizes.default,
@@ -205,18 +205,18 @@ def sections(site: Site) -> fx.Node:
 def lookup(site: Site) -> fx.Node:
     """A table cut along its rows: ids of other ranks read a row of this one, and give zero."""
     if site.strategy.results[0].kind not in ("P", "G"):
-        return site.plain()
+        return site.copy_node()
     total = site.forest.size(site.use.rule.factors[0].dim).static
     table, ids = site.args[0], site.args[1]
     listed = isinstance(ids, list | tuple)  # table[ids], where -1 is the last row
     if site.bounds is not None:
-        ids = _own_ids(site, cast("Sequence[fx.Node]", ids)[0], site.bounds)
+        ids = _emit_own_ids(site, cast("Sequence[fx.Node]", ids)[0], site.bounds)
     elif listed:
-        ids = site.call(aten.remainder.Scalar, cast("Sequence[Any]", ids)[0], total)
+        ids = site.emit(aten.remainder.Scalar, cast("Sequence[Any]", ids)[0], total)
     absent = (True,) if site.bounds is not None else ()
-    found = site.call(torch.ops.autotp.local_index.default, ids, total, site.to.group, *absent)
-    local = site.call(operator.getitem, found, 0)
-    outside = site.call(operator.getitem, found, 1)
+    found = site.emit(torch.ops.autotp.local_index.default, ids, total, site.to.group, *absent)
+    local = site.emit(operator.getitem, found, 0)
+    outside = site.emit(operator.getitem, found, 1)
     value = site.graph.create_node(
         "call_function",
         site.use.node.target,
@@ -225,67 +225,69 @@ def lookup(site: Site) -> fx.Node:
     )
     mask = outside
     for _ in site.use.operands[0].dims[1:]:
-        mask = site.call(aten.unsqueeze.default, mask, -1)
-    value = site.call(aten.masked_fill.Scalar, value, mask, 0.0)
-    padding = site.argument("padding_idx")[1]
+        mask = site.emit(aten.unsqueeze.default, mask, -1)
+    value = site.emit(aten.masked_fill.Scalar, value, mask, 0.0)
+    padding = site.find_argument("padding_idx")[1]
     if site.to.training and isinstance(padding, int) and padding >= 0:
-        value = _without_gradient(site, value, ids, padding)
+        value = _block_gradient(site, value, ids, padding)
     return value
 
 
-def _own_ids(site: Site, ids: fx.Node, bounds: fx.Node) -> fx.Node:
+def _emit_own_ids(site: Site, ids: fx.Node, bounds: fx.Node) -> fx.Node:
     """The ids of this rank's own rows, then -1, which no rank has."""
-    counted = site.call(aten.add.Scalar, ids, 1)
-    own = site.call(torch.ops.autotp.own_rows.default, counted, bounds, 0, site.to.group)
-    return site.call(aten.sub.Scalar, own, 1)
+    counted = site.emit(aten.add.Scalar, ids, 1)
+    own = site.emit(torch.ops.autotp.own_rows.default, counted, bounds, 0, site.to.group)
+    return site.emit(aten.sub.Scalar, own, 1)
 
 
-def _without_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) -> fx.Node:
+def _block_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) -> fx.Node:
     """The padding row gives its value but takes no gradient, whichever rank holds it."""
-    chosen = site.call(aten.eq.Scalar, ids, padding)
-    mask = site.call(aten.unsqueeze.default, chosen, -1)
-    still = site.call(aten.detach.default, value)
-    return site.call(aten.where.self, mask, still, value)
+    chosen = site.emit(aten.eq.Scalar, ids, padding)
+    mask = site.emit(aten.unsqueeze.default, chosen, -1)
+    still = site.emit(aten.detach.default, value)
+    return site.emit(aten.where.self, mask, still, value)
 
 
-def groups(site: Site) -> fx.Node:
+def localise_groups(site: Site) -> fx.Node:
     """Each group of channels on its own (convolutions, norms): as many as this rank has."""
     (dim,) = site.use.rule.extra["groups"]
-    if site.is_cut(dim):
+    if site.is_split(dim):
         for name in ("groups", "num_groups"):
-            site.give(name, emit_local_length(dim, site))
-    return site.plain()
+            site.set_argument(name, emit_local_length(dim, site))
+    return site.copy_node()
 
 
-def grouped(site: Site) -> fx.Node:
+def localise_bounds(site: Site) -> fx.Node:
     """A product of grouped rows: this rank's groups, counted from its own first row."""
     if site.strategy.results[0].is_grouped:
-        place, bounds = site.argument("offs")
-        site.replace(place, site.call(torch.ops.autotp.local_bounds.default, bounds, site.to.group))
-    return site.plain()
+        place, bounds = site.find_argument("offs")
+        site.set_argument_at(
+            place, site.emit(torch.ops.autotp.local_bounds.default, bounds, site.to.group)
+        )
+    return site.copy_node()
 
 
 def rescale(site: Site) -> fx.Node:
     """A mean over a split dim: the local mean counts for this rank's part of the elements."""
-    value = site.plain()
+    value = site.copy_node()
     if site.strategy.results[0].kind != "P":
         return value
-    reduced = next(f for f in site.use.rule.factors if f.kind == "reduce" and site.is_cut(f.dim))
-    whole, local, even = _units(reduced.dim, site)
+    reduced = next(f for f in site.use.rule.factors if f.kind == "reduce" and site.is_split(f.dim))
+    whole, local, even = _count_units(reduced.dim, site)
     if even:
-        return site.call(aten.div.Tensor, value, whole // local)
-    return site.call(aten.mul.Tensor, value, local / whole)
+        return site.emit(aten.div.Tensor, value, whole // local)
+    return site.emit(aten.mul.Tensor, value, local / whole)
 
 
 FORMS: Mapping[str, Form] = {
-    "": Site.plain,
-    "grouped": grouped,
-    "groups": groups,
+    "": Site.copy_node,
+    "grouped": localise_bounds,
+    "groups": localise_groups,
     "lookup": lookup,
-    "repeats": repeats,
+    "repeats": localise_repeats,
     "rescale": rescale,
-    "sections": sections,
-    "sizes": sizes,
-    "slice": cut,
+    "sections": split_sections,
+    "sizes": resize,
+    "slice": slice_dim,
     "squeeze": squeeze,
 }

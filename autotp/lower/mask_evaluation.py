@@ -24,9 +24,9 @@ from torch.fx.node import map_aggregate
 from autotp.capture.conditions import Pattern, make_plain_values
 from autotp.capture.graph_facts import find_expression
 
-__all__ = ["Part", "Says", "Verdict", "part_of", "verdict"]
+__all__ = ["MaskGraph", "MaskKind", "Verdict", "extract_mask_graph", "classify_mask"]
 
-Says: TypeAlias = Literal["causal", "full"]
+MaskKind: TypeAlias = Literal["causal", "full"]
 # Any: sympy has no types.
 Sizes: TypeAlias = Mapping[Any, int]
 
@@ -44,12 +44,12 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class Verdict:
     """What a mask says; `most`: for sizes up to this number only, None for all."""
 
-    says: Says
+    says: MaskKind
     most: int | None
 
 
 @dataclass(slots=True)
-class Part:
+class MaskGraph:
     """The part of a graph that makes a mask.
 
     - `nodes`: in order, the mask last; `inputs`: those whose values it reads, with their patterns.
@@ -72,9 +72,9 @@ class Part:
         return [s for s in self.symbols if s != self.batch]
 
 
-def part_of(
+def extract_mask_graph(
     mask: fx.Node, query: fx.Node, key: fx.Node, constants: Mapping[str, torch.Tensor]
-) -> Part | None:
+) -> MaskGraph | None:
     """The part that makes `mask`; None where it reads what cannot be known or repeated."""
     found: set[fx.Node] = set()
     waiting = [mask]
@@ -90,42 +90,42 @@ def part_of(
     held = {n: constants[str(n.target)] for n in nodes if n.op == "get_attr"}
     read: dict[fx.Node, Pattern] = {n: "ones" for n in nodes if n.op == "placeholder"}
     queries, keys = query.meta["val"].shape, key.meta["val"].shape
-    part = Part(nodes, read, held, queries[-2], keys[-2], find_expression(queries[0]))
-    part.symbols = _symbols(part)
+    part = MaskGraph(nodes, read, held, queries[-2], keys[-2], find_expression(queries[0]))
+    part.symbols = _list_symbols(part)
     return part if all(s.is_Symbol for s in part.symbols) else None
 
 
-def verdict(part: Part) -> Verdict | None:
+def classify_mask(part: MaskGraph) -> Verdict | None:
     """What the mask says at all sizes, or up to some; None where it is neither word."""
     says = {"causal", "full"}
     if find_expression(part.rows) != find_expression(part.columns):
         says.discard("causal")
     runs = 0
-    for sizes in _small(part):
-        seen = _said(part, sizes)
+    for sizes in _list_small_sizes(part):
+        seen = _classify_at(part, sizes)
         if seen is not None:
             runs, says = runs + 1, says & seen
         if not says:
             return None
     if runs < 4:
         return None
-    most = _reached(part, says)
-    said: Says = "full" if "full" in says else "causal"
+    most = _find_reach(part, says)
+    said: MaskKind = "full" if "full" in says else "causal"
     return Verdict(said, most) if most is None or most > max(SMALL) else None
 
 
-def _reached(part: Part, says: set[str]) -> int | None:
+def _find_reach(part: MaskGraph, says: set[str]) -> int | None:
     """The largest length up to which the mask says so; None for any."""
-    numbers = _numbers(part)
+    numbers = _list_numbers(part)
     last = max(SMALL)
-    far = 2 * _reach(part, numbers) + 3
+    far = 2 * _bound_reach(part, numbers) + 3
     around = {n + d for n in numbers for d in (-1, 0, 1)}
     for length in sorted(n for n in {*around, *POWERS, far} if max(SMALL) < n <= far):
-        tested = list(_long(part, length))
-        if any(_bytes(part, sizes) > BUDGET for sizes in tested):
+        tested = list(_list_long_sizes(part, length))
+        if any(_count_bytes(part, sizes) > BUDGET for sizes in tested):
             return last
         for sizes in tested:
-            seen = _said(part, sizes)
+            seen = _classify_at(part, sizes)
             if seen is not None and not says & seen:
                 return last
         last = length
@@ -135,7 +135,7 @@ def _reached(part: Part, says: set[str]) -> int | None:
 # ── sizes ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _small(part: Part) -> Iterator[Sizes]:
+def _list_small_sizes(part: MaskGraph) -> Iterator[Sizes]:
     """All small lengths with each other, with batches of one and more."""
     chosen = SMALL if len(part.lengths) < 3 else SMALL[1:4]
     for k, lengths in enumerate(itertools.product(chosen, repeat=len(part.lengths))):
@@ -143,7 +143,7 @@ def _small(part: Part) -> Iterator[Sizes]:
             yield dict(zip(part.lengths, lengths, strict=True)) | {part.batch: batch}
 
 
-def _long(part: Part, length: int) -> Iterator[Sizes]:
+def _list_long_sizes(part: MaskGraph, length: int) -> Iterator[Sizes]:
     """All lengths long, and each one long among short ones."""
     once = {part.batch: 1}
     yield dict.fromkeys(part.lengths, length) | once
@@ -152,7 +152,7 @@ def _long(part: Part, length: int) -> Iterator[Sizes]:
             yield {s: length if s == symbol else 2 for s in part.lengths} | once
 
 
-def _symbols(part: Part) -> list[Any]:
+def _list_symbols(part: MaskGraph) -> list[Any]:
     """The symbols of all sizes that the part knows."""
     found: dict[Any, None] = {}
     expressions = [find_expression(part.rows), find_expression(part.columns)]
@@ -165,7 +165,7 @@ def _symbols(part: Part) -> list[Any]:
     return list(found)
 
 
-def _value(size: Any, sizes: Sizes) -> Any:
+def _evaluate_size(size: Any, sizes: Sizes) -> Any:
     """A size, or another number made of sizes, at chosen ones."""
     if not isinstance(size, SYMBOLIC):
         return size
@@ -177,18 +177,18 @@ def _value(size: Any, sizes: Sizes) -> Any:
 # ── how far numbers reach ────────────────────────────────────────────────────────────────────────
 
 
-def _numbers(part: Part) -> set[int]:
+def _list_numbers(part: MaskGraph) -> set[int]:
     """The numbers written in the part, without what stands for an end or for infinity."""
-    return {n for n, _ in _written(part)}
+    return {n for n, _ in _list_written_numbers(part)}
 
 
-def _reach(part: Part, numbers: set[int]) -> int:
+def _bound_reach(part: MaskGraph, numbers: set[int]) -> int:
     """No place at which the mask's form changes is further than this from an edge or a diagonal."""
-    scale = math.prod(n for n, scales in set(_written(part)) if scales and n > 1)
+    scale = math.prod(n for n, scales in set(_list_written_numbers(part)) if scales and n > 1)
     return sum(numbers) * scale
 
 
-def _written(part: Part) -> Iterator[tuple[int, bool]]:
+def _list_written_numbers(part: MaskGraph) -> Iterator[tuple[int, bool]]:
     """Each number, rounded up, and whether something is multiplied by it, divided, or worse."""
     for node in part.nodes:
         scales = any(word in str(node.target) for word in SCALING)
@@ -212,11 +212,11 @@ def _written(part: Part) -> Iterator[tuple[int, bool]]:
 # ── running ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _said(part: Part, sizes: Sizes) -> set[str] | None:
+def _classify_at(part: MaskGraph, sizes: Sizes) -> set[str] | None:
     """What the mask says at these sizes; None where the model could not run at them either."""
-    rows, columns = _value(part.rows, sizes), _value(part.columns, sizes)
+    rows, columns = _evaluate_size(part.rows, sizes), _evaluate_size(part.columns, sizes)
     try:
-        mask = _run(part, sizes)
+        mask = _run_mask(part, sizes)
         seen = mask.broadcast_to(*mask.shape[:-2], rows, columns)
     except (RuntimeError, IndexError):  # sizes that do not fit together
         return None
@@ -235,25 +235,27 @@ def _only_hides(mask: torch.Tensor) -> bool:
     return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all())
 
 
-def _run(part: Part, sizes: Sizes) -> torch.Tensor:
+def _run_mask(part: MaskGraph, sizes: Sizes) -> torch.Tensor:
     """The mask at these sizes."""
     values: dict[fx.Node, Any] = {}
-    last = _last_uses(part.nodes)
+    last = _find_last_uses(part.nodes)
     for node in part.nodes:
-        values[node] = _made(part, node, sizes, values)
+        values[node] = _run_node(part, node, sizes, values)
         if node.meta["val"].dtype.is_floating_point or node.meta["val"].dtype in NARROW:
-            part.inexact = part.inexact or _counts(values[node])
+            part.inexact = part.inexact or _has_counts(values[node])
         for done in last.get(node, ()):
             del values[done]
     return values[part.nodes[-1]]
 
 
-def _made(part: Part, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]) -> torch.Tensor:
+def _run_node(
+    part: MaskGraph, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]
+) -> torch.Tensor:
     if node in part.constants:
         return part.constants[node]
     if node in part.inputs:
         val = node.meta["val"]
-        shape = tuple(_value(s, sizes) for s in val.shape)
+        shape = tuple(_evaluate_size(s, sizes) for s in val.shape)
         made = make_plain_values(part.inputs[node], shape, val.dtype)
         assert made is not None, f"{node.name} has no {part.inputs[node]}"
         return made
@@ -263,20 +265,22 @@ def _made(part: Part, node: fx.Node, sizes: Sizes, values: Mapping[fx.Node, Any]
             return torch.device("cpu")
         if not isinstance(argument, fx.Node):
             return argument
-        return values[argument] if argument in values else _value(argument.meta["val"], sizes)
+        return (
+            values[argument] if argument in values else _evaluate_size(argument.meta["val"], sizes)
+        )
 
-    args = _mapped(node.args, given)
-    kwargs = {k: _mapped(v, given) for k, v in node.kwargs.items() if k != "pin_memory"}
+    args = _map_argument(node.args, given)
+    kwargs = {k: _map_argument(v, given) for k, v in node.kwargs.items() if k != "pin_memory"}
     return cast("OpOverload", node.target)(*args, **kwargs)
 
 
-def _mapped(argument: Any, given: Any) -> Any:
+def _map_argument(argument: Any, given: Any) -> Any:
     if isinstance(argument, list | tuple):
-        return type(argument)(_mapped(a, given) for a in cast("Sequence[Any]", argument))
+        return type(argument)(_map_argument(a, given) for a in cast("Sequence[Any]", argument))
     return given(argument)
 
 
-def _counts(value: torch.Tensor) -> bool:
+def _has_counts(value: torch.Tensor) -> bool:
     """Whether numbers stand in it that are more than marks: they may be rounded further on."""
     marks = (value == 0) | (value.abs() == 1)
     if value.dtype.is_floating_point:
@@ -284,18 +288,18 @@ def _counts(value: torch.Tensor) -> bool:
     return not bool(marks.all())
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def _find_last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each node the values that no later one needs."""
     last = {source: node for node in nodes for source in node.all_input_nodes if source in nodes}
     return {node: [s for s, at in last.items() if at is node] for node in last.values()}
 
 
-def _bytes(part: Part, sizes: Sizes) -> int:
+def _count_bytes(part: MaskGraph, sizes: Sizes) -> int:
     """The bytes of all values of a run, views counted as copies."""
     total = 0
     for node in part.nodes:
         val = node.meta["val"]
-        total += math.prod(_value(s, sizes) for s in val.shape) * val.element_size()
+        total += math.prod(_evaluate_size(s, sizes) for s in val.shape) * val.element_size()
     return total
 
 

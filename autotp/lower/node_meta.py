@@ -22,18 +22,18 @@ __all__ = ["MetaPool"]
 class MetaPool:
     """The values kept so far: what a value says to the value.
 
-    Example: `kept.of(node)` has the very `val` that an earlier node of the same shape has.
+    Example: `kept.share_meta(node)` has the very `val` that an earlier node of the same shape has.
     """
 
     known: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
 
-    def of(self, node: fx.Node) -> dict[str, Any]:
+    def share_meta(self, node: fx.Node) -> dict[str, Any]:
         """The part of `node.meta` that is kept: `val`, `stack_trace`, `nn_module_stack`."""
         kept = dict[str, Any]()
         if "val" in node.meta:
             val = node.meta["val"]
-            said = _said(val)
-            kept["val"] = val if said is None else self.known.setdefault(said, val)
+            key = _describe_value(val)
+            kept["val"] = val if key is None else self.known.setdefault(key, val)
         if trace := node.meta.get("stack_trace"):
             kept["stack_trace"] = sys.intern(trace)
         if stack := node.meta.get("nn_module_stack"):
@@ -41,7 +41,7 @@ class MetaPool:
         return kept
 
 
-def _said(val: object) -> Hashable:
+def _describe_value(val: object) -> Hashable:
     """All that a fake tensor says, its sizes as expressions; None for other values.
 
     Whose memory it is, it says no more: what reads graphs that run makes samples of their own.

@@ -44,12 +44,12 @@ def outline(graph: fx.Graph, kept: MetaPool | None = None) -> LayeredGraph:
     origin = root.origin
     for unit in units:
         if isinstance(unit, fx.Node):
-            root.copy(unit)
+            root.copy_node(unit)
         else:
             layer = _Writer(flat, unit, names, kept)
-            layers[unit] = layer.layer()
+            layers[unit] = layer.write_layer()
             origin |= layer.origin
-            root.call(unit)
+            root.write_call(unit)
     root.graph.lint()
     return LayeredGraph(root.graph, layers, origin)
 
@@ -66,26 +66,26 @@ class _Writer:
     origin: dict[fx.Node, str] = field(default_factory=dict[fx.Node, str])
     new: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
 
-    def layer(self) -> fx.Graph:
+    def write_layer(self) -> fx.Graph:
         """The whole graph of this layer."""
         for i, node in enumerate(self.flat.needs[self.path]):
             self._record(node, self.graph.create_node("placeholder", f"x{i}"))
         for node in self.flat.members[self.path]:
-            self.copy(node)
+            self.copy_node(node)
         results = tuple(self.new[node] for node in self.flat.outputs[self.path])
         self.graph.output(results[0] if len(results) == 1 else results)
         self.graph.lint()
         return self.graph
 
-    def copy(self, node: fx.Node) -> None:
+    def copy_node(self, node: fx.Node) -> None:
         """Adds `node` itself."""
-        args = map_arg(node.args, self._value)
-        kwargs = map_arg(node.kwargs, self._value)
-        self._add(node, node.op, node.target, args, kwargs)
+        args = map_arg(node.args, self._find_input)
+        kwargs = map_arg(node.kwargs, self._find_input)
+        self._add_node(node, node.op, node.target, args, kwargs)
 
-    def call(self, path: str) -> None:
+    def write_call(self, path: str) -> None:
         """Adds a call of the layer at `path`, with its results."""
-        args = tuple(self._value(node) for node in self.flat.needs[path])
+        args = tuple(self._find_input(node) for node in self.flat.needs[path])
         call = self.graph.create_node("call_module", path, args)
         results = self.flat.outputs[path]
         if len(results) == 1:
@@ -94,20 +94,20 @@ class _Writer:
         for i, node in enumerate(results):
             self._record(node, self.graph.call_function(operator.getitem, (call, i)))
 
-    def _value(self, node: fx.Node) -> fx.Node:
+    def _find_input(self, node: fx.Node) -> fx.Node:
         if node in self.new:
             return self.new[node]
         if node.op == "get_attr":
             target = str(node.target).removeprefix(f"{self.path}.")
-            return self._add(node, "get_attr", target, (), {})
-        source = self.flat.source(node, self.path)
+            return self._add_node(node, "get_attr", target, (), {})
+        source = self.flat.find_source(node, self.path)
         if source is None:
-            self.copy(node)
+            self.copy_node(node)
             return self.new[node]
         tensor, dim = source
-        return self._add(node, "call_function", SYM_SIZE, (self._value(tensor), dim), {})
+        return self._add_node(node, "call_function", SYM_SIZE, (self._find_input(tensor), dim), {})
 
-    def _add(
+    def _add_node(
         self, node: fx.Node, op: str, target: Target, args: Arguments, kwargs: Named
     ) -> fx.Node:
         new = self.graph.create_node(op, target, args, kwargs, name=self.names.get(node))
@@ -115,7 +115,7 @@ class _Writer:
         return new
 
     def _record(self, node: fx.Node, new: fx.Node) -> None:
-        new.meta = self.kept.of(node)
+        new.meta = self.kept.share_meta(node)
         if not list_module_paths(node):
             new.meta.pop("nn_module_stack", None)
         self.origin[new] = node.name
@@ -128,18 +128,18 @@ def _name_nodes(graph: fx.Graph) -> dict[fx.Node, str]:
     names = {n: n.name for n in graph.nodes if n.op == "placeholder"}
     for node in graph.nodes:
         if node.op == "call_function":
-            names[node] = _module_name(node, parents) or _function_name(node)
+            names[node] = _name_by_module(node, parents) or _name_by_op(node)
         elif node.target == "self":  # what generated code calls the module itself
             names[node] = "own"
     return names
 
 
-def _function_name(node: fx.Node) -> str:
+def _name_by_op(node: fx.Node) -> str:
     name = name_op(node.target) or getattr(node.target, "__name__", "")
     return name.split("::")[-1].strip("_")
 
 
-def _module_name(node: fx.Node, parents: set[str]) -> str:
+def _name_by_module(node: fx.Node, parents: set[str]) -> str:
     path = find_module_path(node)
     name = path.rpartition(".")[2]
     leaves = path not in parents and all(find_module_path(user) != path for user in node.users)

@@ -37,45 +37,45 @@ class Flat:
     """The flat graph, the region of each value, and where regions read sizes.
 
     `values` are the nodes that regions are made of: all but parameters and sizes. `needs` and
-    `outputs` hold what enters and leaves a region; they follow `region` by `settle`.
+    `outputs` hold what enters and leaves a region; they follow `region` by `update_regions`.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         """The facts of `graph`, whose regions come from module stacks."""
-        self.sizes = _sizes(graph)
+        self.sizes = _find_sizes(graph)
         self.parameters = [n for n in graph.nodes if n.op == "get_attr"]
         self.values = [n for n in graph.nodes if n.op != "get_attr" and n not in self.sizes]
-        self.region = _regions(self.values)
+        self.region = _assign_regions(self.values)
         self.members: dict[str, list[fx.Node]] = {}
         self.needs: dict[str, list[fx.Node]] = {}
         self.outputs: dict[str, list[fx.Node]] = {}
-        self._first = _holders(self.values)
+        self._first = _find_size_sources(self.values)
         placeholders = [n for n in self.values if n.op == "placeholder"]
-        self._at_hand = {ROOT: _holders(placeholders)}
+        self._at_hand = {ROOT: _find_size_sources(placeholders)}
 
-    def settle(self) -> None:
+    def update_regions(self) -> None:
         """Computes what depends on `region`."""
-        self.region |= {n: self._parameter_region(n) for n in self.parameters}
+        self.region |= {n: self._find_parameter_region(n) for n in self.parameters}
         self.members = {}
         for node in self.values:
             self.members.setdefault(self.region[node], []).append(node)
         paths = [path for path in self.members if path != ROOT]
-        self.needs = {path: self._needs(path) for path in paths}
+        self.needs = {path: self._list_inputs(path) for path in paths}
         read = {n for path in paths for n in self.needs[path]}
-        read |= {n for node in self.members[ROOT] for n in self.reads(node, ROOT)}
+        read |= {n for node in self.members[ROOT] for n in self.list_reads(node, ROOT)}
         self.outputs = {path: [n for n in self.members[path] if n in read] for path in paths}
 
-    def reads(self, node: fx.Node, path: str) -> Iterator[fx.Node]:
+    def list_reads(self, node: fx.Node, path: str) -> Iterator[fx.Node]:
         """The parameters and values that `node` of region `path` reads, also for its sizes."""
         for operand in node.all_input_nodes:
             if operand not in self.sizes:
                 yield operand
-            elif (source := self.source(operand, path)) is not None:
+            elif (source := self.find_source(operand, path)) is not None:
                 yield source[0]
             else:
-                yield from self.reads(operand, path)
+                yield from self.list_reads(operand, path)
 
-    def source(self, size: fx.Node, path: str) -> Source | None:
+    def find_source(self, size: fx.Node, path: str) -> Source | None:
         """Where region `path` reads `size`; None if it computes it from other sizes."""
         expression = self.sizes[size]
         found = self._at_hand[path].get(expression)
@@ -86,16 +86,16 @@ class Flat:
         assert isinstance(dim, int)
         return self._first.get(expression, (tensor, dim))
 
-    def _needs(self, path: str) -> list[fx.Node]:
+    def _list_inputs(self, path: str) -> list[fx.Node]:
         members = self.members[path]
         inputs = dict.fromkeys(
             i for n in members for i in n.all_input_nodes if self.region.get(i, path) != path
         )
-        self._at_hand[path] = _holders(inputs)
-        reads = (n for member in members for n in self.reads(member, path))
+        self._at_hand[path] = _find_size_sources(inputs)
+        reads = (n for member in members for n in self.list_reads(member, path))
         return list(dict.fromkeys(n for n in reads if self.region[n] != path))
 
-    def _parameter_region(self, node: fx.Node) -> str:
+    def _find_parameter_region(self, node: fx.Node) -> str:
         readers = {self.region[user] for user in node.users if user not in self.sizes}
         path = readers.pop() if len(readers) == 1 else ROOT
         return path if str(node.target).startswith(f"{path}.") else ROOT
@@ -104,19 +104,19 @@ class Flat:
 def order_regions(flat: Flat) -> list[Unit]:
     """Regions and root nodes, each after what it needs, else by program order."""
     while True:
-        flat.settle()
-        before = _before(flat)
+        flat.update_regions()
+        before = _list_dependencies(flat)
         sorter = TopologicalSorter(before)
         try:
             sorter.prepare()
         except CycleError as error:
-            _untie(flat, {u for u in error.args[1] if isinstance(u, str)}, before)
+            _break_cycle(flat, {u for u in error.args[1] if isinstance(u, str)}, before)
         else:
-            return list(_by_position(flat, sorter))
+            return list(_iterate_in_order(flat, sorter))
 
 
-def _before(flat: Flat) -> dict[Unit, set[Unit]]:
-    reads: dict[Unit, Iterable[fx.Node]] = {n: flat.reads(n, ROOT) for n in flat.members[ROOT]}
+def _list_dependencies(flat: Flat) -> dict[Unit, set[Unit]]:
+    reads: dict[Unit, Iterable[fx.Node]] = {n: flat.list_reads(n, ROOT) for n in flat.members[ROOT]}
     reads |= flat.needs
     return {
         unit: {flat.region[n] or n for n in nodes if n.op != "get_attr"}
@@ -124,25 +124,25 @@ def _before(flat: Flat) -> dict[Unit, set[Unit]]:
     }
 
 
-def _untie(flat: Flat, paths: set[str], before: Mapping[Unit, set[Unit]]) -> None:
+def _break_cycle(flat: Flat, paths: set[str], before: Mapping[Unit, set[Unit]]) -> None:
     """Changes regions so that `paths`, which stand on one cycle, stand on it no longer."""
-    between = _between(next(iter(paths)), before)
+    between = _find_between(next(iter(paths)), before)
     if len(paths) == 1 and not any(isinstance(unit, str) for unit in between):
         flat.region |= dict.fromkeys((n for n in between if isinstance(n, fx.Node)), *paths)
     else:
         flat.region |= {n: ROOT for n in flat.values if flat.region[n] in paths}
 
 
-def _between(path: str, before: Mapping[Unit, set[Unit]]) -> set[Unit]:
+def _find_between(path: str, before: Mapping[Unit, set[Unit]]) -> set[Unit]:
     """The other units on ways from region `path` back to it."""
     after: dict[Unit, set[Unit]] = {unit: set() for unit in before}
     for unit, earlier in before.items():
         for other in earlier:
             after[other].add(unit)
-    return (_reached(path, before) & _reached(path, after)) - {path}
+    return (_find_reachable(path, before) & _find_reachable(path, after)) - {path}
 
 
-def _reached(start: Unit, edges: Mapping[Unit, set[Unit]]) -> set[Unit]:
+def _find_reachable(start: Unit, edges: Mapping[Unit, set[Unit]]) -> set[Unit]:
     seen: set[Unit] = set()
     stack = [start]
     while stack:
@@ -152,7 +152,7 @@ def _reached(start: Unit, edges: Mapping[Unit, set[Unit]]) -> set[Unit]:
     return seen
 
 
-def _by_position(flat: Flat, sorter: TopologicalSorter[Unit]) -> Iterator[Unit]:
+def _iterate_in_order(flat: Flat, sorter: TopologicalSorter[Unit]) -> Iterator[Unit]:
     position = {n: (n.op != "placeholder", i) for i, n in enumerate(flat.values)}
     ready: list[tuple[tuple[bool, int], int]] = []
     units: list[Unit] = []
@@ -166,7 +166,7 @@ def _by_position(flat: Flat, sorter: TopologicalSorter[Unit]) -> Iterator[Unit]:
         sorter.done(unit)
 
 
-def _regions(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
+def _assign_regions(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
     """The region of each value: by module stack; what follows others, by its makers or readers.
 
     A conversion that moves no data has the stack of one reader, but may serve several layers.
@@ -174,7 +174,7 @@ def _regions(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
     region: dict[fx.Node, str] = {}
     position = {node: i for i, node in enumerate(values)}
     for node in values:
-        region[node] = _home(node, region, position)
+        region[node] = _find_region(node, region, position)
     for node in reversed(values):
         readers = {region[user] for user in node.users if user in region}
         if len(readers) == 1 and _follows(node) and _serves_reader(node, region):
@@ -182,7 +182,9 @@ def _regions(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
     return region
 
 
-def _home(node: fx.Node, region: Mapping[fx.Node, str], position: Mapping[fx.Node, int]) -> str:
+def _find_region(
+    node: fx.Node, region: Mapping[fx.Node, str], position: Mapping[fx.Node, int]
+) -> str:
     if node.op in ("placeholder", "output"):
         return ROOT
     producers = [i for i in node.all_input_nodes if i in region]
@@ -206,12 +208,12 @@ def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
     return not made_of_values or name_op(node.target) in _FREE
 
 
-def _sizes(graph: fx.Graph) -> dict[fx.Node, Any]:
+def _find_sizes(graph: fx.Graph) -> dict[fx.Node, Any]:
     """Each node that computes an integer from sizes, with its expression if that has symbols."""
     sizes: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.target is SYM_SIZE or (_is_arithmetic(node) and _all_in(node, sizes)):
-            sizes[node] = _expression(node.meta.get("val"))
+            sizes[node] = _find_symbolic(node.meta.get("val"))
     return sizes
 
 
@@ -225,18 +227,18 @@ def _is_arithmetic(node: fx.Node) -> bool:
     return getattr(node.target, "__module__", "") in _ARITHMETIC
 
 
-def _holders(values: Iterable[fx.Node]) -> dict[Any, Source]:
+def _find_size_sources(values: Iterable[fx.Node]) -> dict[Any, Source]:
     """For each symbolic size, the first tensor that has it as a dim."""
     holders: dict[Any, Source] = {}
     for node in values:
         val = node.meta.get("val")
         for dim, size in enumerate(val.shape if isinstance(val, torch.Tensor) else ()):
-            if (expression := _expression(size)) is not None:
+            if (expression := _find_symbolic(size)) is not None:
                 holders.setdefault(expression, (node, dim))
     return holders
 
 
-def _expression(size: object) -> Any:
+def _find_symbolic(size: object) -> Any:
     """The sympy expression of a symbolic size; None for plain numbers."""
     if not isinstance(size, torch.SymInt):
         return None

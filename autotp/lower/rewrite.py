@@ -95,17 +95,17 @@ class _Writer:
         nodes = list(self.analysis.program.graph.nodes)
         for node in nodes:
             if node.op == "placeholder":
-                self._copy(node)
-        self._share()
+                self._copy_node(node)
+        self._share_gradients()
         for node in nodes:
             if node.op == "output":
-                self._output(node)
+                self._write_output(node)
             elif node in self.analysis.uses:
-                self._use(self.analysis.uses[node])
+                self._write_use(self.analysis.uses[node])
             elif find_source(node) in self.analysis.dims:
-                self._item(node)
+                self._write_item(node)
             elif node.op != "placeholder":
-                self._copy(node)
+                self._copy_node(node)
         self.graph.eliminate_dead_code()
         self.graph.lint()
         reached = find_differentiated_nodes(self.graph, self.analysis)
@@ -113,9 +113,9 @@ class _Writer:
 
     # ── nodes ────────────────────────────────────────────────────────────────────────────────
 
-    def _copy(self, node: fx.Node) -> None:
+    def _copy_node(self, node: fx.Node) -> None:
         """A node that depends on no parameter (or an input), as it is."""
-        new = self.graph.node_copy(node, lambda n: self._any(n))
+        new = self.graph.node_copy(node, lambda n: self._find_copy(n))
         new.meta = dict(node.meta)
         self.plain[node] = new
         if (node, 0) in self.analysis.dims:
@@ -123,21 +123,21 @@ class _Writer:
             self._record((node, 0), placement, new)
             self.made[(node, 0)] = placement
 
-    def _any(self, node: fx.Node) -> fx.Node:
+    def _find_copy(self, node: fx.Node) -> fx.Node:
         """The new node of `node` in whatever placement it has: for sizes, which are never split."""
         if node in self.plain:
             return self.plain[node]
         return self.placed[find_source(node)][self.made[find_source(node)]]
 
-    def _share(self) -> None:
+    def _share_gradients(self) -> None:
         """Parameters with a partial gradient, behind the one bucket that sums their gradients."""
         placed = {n: p for n, p in self.decision.parameters.items() if self._is_shared(n, p)}
         if not placed:
             return
         values: list[Value] = [(self.analysis.parameters[n], 0) for n in placed]
-        nodes = [self._parameter(node) for node, _ in values]
+        nodes = [self._write_parameter(node) for node, _ in values]
         cuts = [
-            (p.dim, self._split(self.analysis.dims[v], p)) if p.is_split else None
+            (p.dim, self._find_split(self.analysis.dims[v], p)) if p.is_split else None
             for v, p in zip(values, placed.values(), strict=True)
         ]
         wholes = [self.analysis.metas[v] for v in values]
@@ -151,21 +151,23 @@ class _Writer:
         partial = placement.kind in ("R~", "S~")
         return partial and (self.analysis.parameters[name], 0) in self.analysis.differentiable
 
-    def _parameter(self, old: fx.Node) -> fx.Node:
+    def _write_parameter(self, old: fx.Node) -> fx.Node:
         new = self.graph.create_node("get_attr", old.target, name=old.name)
         new.meta = dict(old.meta)
         placement = self.decision.parameters[str(old.target)]
-        new.meta["val"] = self._local(old.meta["val"], placement, self.analysis.dims[(old, 0)])
+        new.meta["val"] = self._make_local_meta(
+            old.meta["val"], placement, self.analysis.dims[(old, 0)]
+        )
         return new
 
-    def _item(self, node: fx.Node) -> None:
+    def _write_item(self, node: fx.Node) -> None:
         """A parameter, or one result of a node with several."""
         value = find_source(node)
         if node.op == "get_attr":
             placement = self.decision.parameters[str(node.target)]
             self.made[value] = placement
             if not self._is_shared(str(node.target), placement):
-                self._record(value, placement, self._parameter(node))
+                self._record(value, placement, self._write_parameter(node))
             return
         if value not in self.placed:
             origin = self.plain[value[0]]
@@ -177,17 +179,17 @@ class _Writer:
             self._record(value, placement, new)
             self.made[value] = placement
 
-    def _use(self, use: Use) -> None:
+    def _write_use(self, use: Use) -> None:
         strategy = self.decision.strategies[use.node]
-        args, kwargs = _lists(use.node.args), dict(use.node.kwargs)
+        args, kwargs = _copy_lists(use.node.args), dict(use.node.kwargs)
         for k, operand in enumerate(use.operands):
-            new = self._operand(use, operand, strategy.operands[k], keep=k in use.rule.bias)
-            _put(args, kwargs, operand, new)
-        args = [map_arg(a, self._old) for a in args]
-        kwargs = {k: map_arg(v, self._old) for k, v in kwargs.items()}
+            new = self._convert_operand(use, operand, strategy.operands[k], keep=k in use.rule.bias)
+            _replace_operand(args, kwargs, operand, new)
+        args = [map_arg(a, self._map_argument) for a in args]
+        kwargs = {k: map_arg(v, self._map_argument) for k, v in kwargs.items()}
         before = next(iter(reversed(self.graph.nodes)), None)
-        new = self._form(use, strategy, args, kwargs)
-        self._mark(before, use.node)
+        new = self._write_local_form(use, strategy, args, kwargs)
+        self._inherit_stacks(before, use.node)
         self.plain[use.node] = new
         has_items = not isinstance(use.node.meta.get("val"), torch.Tensor)
         if (use.node, 0) in self.analysis.metas and not has_items:
@@ -196,17 +198,17 @@ class _Writer:
         else:
             new.meta = dict(use.node.meta)
 
-    def _old(self, node: fx.Node) -> fx.Node:
-        return node if node.graph is self.graph else self._any(node)
+    def _map_argument(self, node: fx.Node) -> fx.Node:
+        return node if node.graph is self.graph else self._find_copy(node)
 
-    def _form(
+    def _write_local_form(
         self, use: Use, strategy: Strategy, args: list[Any], kwargs: dict[str, Any]
     ) -> fx.Node:
         partition = strategy.partition
         form = FORMS[use.rule.emit if partition.parts else ""]
         self.result.uneven |= self._is_uneven(partition)
         made = next(iter(strategy.results), REPLICATED)
-        bounds = self._bounds(use.rule.results[0][made.dim]) if made.is_grouped else None
+        bounds = self._find_bounds(use.rule.results[0][made.dim]) if made.is_grouped else None
         site = (self.graph, use, strategy, partition, self.forest, self.target, args, kwargs)
         new = form(Site(*site, bounds))
         new.target = _IN_ANY_STRIDES.get(new.target, new.target)
@@ -217,55 +219,57 @@ class _Writer:
         cut = [(a.size.coefficient, parts) for a, parts in axes if not a.groups]
         return any(size % (parts or self.target.tp) for size, parts in cut)
 
-    def _mark(self, before: fx.Node | None, origin: fx.Node) -> None:
+    def _inherit_stacks(self, before: fx.Node | None, origin: fx.Node) -> None:
         """Give every node written after `before` the stack of the node it was written for."""
         for new in reversed(self.graph.nodes):
             if new is before:
                 return
-            _inherit(new, origin)
+            _inherit_meta(new, origin)
 
-    def _output(self, node: fx.Node) -> None:
+    def _write_output(self, node: fx.Node) -> None:
         kept = self.decision.caches
 
-        def given(old: Any, number: int) -> Any:
+        def write(old: Any, number: int) -> Any:
             if not isinstance(old, fx.Node):
                 return old
             if find_source(old) not in self.analysis.dims:
                 return self.plain[old]
             wanted = kept.get(number, REPLICATED)
-            return self._converted(find_source(old), wanted, keep=False, reader=node)
+            return self._convert(find_source(old), wanted, keep=False, reader=node)
 
         outputs = cast("tuple[Any, ...]", node.args[0])
-        new = self.graph.output(tuple(given(old, k) for k, old in enumerate(outputs)))
+        new = self.graph.output(tuple(write(old, k) for k, old in enumerate(outputs)))
         new.meta = dict(node.meta)
 
     # ── conversions ──────────────────────────────────────────────────────────────────────────
 
-    def _operand(self, use: Use, operand: Operand, wanted: Placement, *, keep: bool) -> fx.Node:
+    def _convert_operand(
+        self, use: Use, operand: Operand, wanted: Placement, *, keep: bool
+    ) -> fx.Node:
         if operand.value in self.analysis.dims:
-            return self._converted(operand.value, wanted, keep=keep, reader=use.node)
-        return self._constant(operand, wanted, use.node)
+            return self._convert(operand.value, wanted, keep=keep, reader=use.node)
+        return self._slice_constant(operand, wanted, use.node)
 
-    def _constant(self, operand: Operand, wanted: Placement, reader: fx.Node) -> fx.Node:
+    def _slice_constant(self, operand: Operand, wanted: Placement, reader: fx.Node) -> fx.Node:
         """A value without parameters: whole on every rank, sliced for a reader that wants a
         part.
         """
         node = self.plain[operand.value[0]]
         if not wanted.is_split and wanted.kind not in ("P", "G"):
             return node
-        steps = self._cut_apart(wanted, operand.dims)
-        cut = [(p.dim, self._split(operand.dims, p).encode()) for p in steps if p.is_split]
+        steps = self._list_single_splits(wanted, operand.dims)
+        cut = [(p.dim, self._find_split(operand.dims, p).encode()) for p in steps if p.is_split]
         key = (node, wanted.kind, tuple(cut))
         if key not in self.constants:
             new = node
-            for step in self._cut_apart(wanted, operand.dims):
+            for step in self._list_single_splits(wanted, operand.dims):
                 new = self._write_conversion(new, REPLICATED, step, operand.dims)
-                _inherit(new, reader)
-            new.meta["val"] = self._local(node.meta["val"], wanted, operand.dims)
+                _inherit_meta(new, reader)
+            new.meta["val"] = self._make_local_meta(node.meta["val"], wanted, operand.dims)
             self.constants[key] = new
         return self.constants[key]
 
-    def _cut_apart(self, placement: Placement, dims: tuple[Dim, ...]) -> list[Placement]:
+    def _list_single_splits(self, placement: Placement, dims: tuple[Dim, ...]) -> list[Placement]:
         """One placement a dim that is cut."""
         if placement.kind != "SS":
             return [placement]
@@ -273,9 +277,7 @@ class _Writer:
         places = [d for d, dim in enumerate(dims) if self.forest.present((dim,), cut).parts]
         return [Placement("S", d, cut) for d in places]
 
-    def _converted(
-        self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node
-    ) -> fx.Node:
+    def _convert(self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node) -> fx.Node:
         """`value` in the placement `wanted`, by way of its delivered set."""
         if wanted not in self.placed[value]:
             source = self.made[value]
@@ -283,7 +285,7 @@ class _Writer:
             if delivered is not None:
                 _, source = self.decision.prices[value].find_nearest(delivered, wanted, keep=keep)
                 self._deliver(value, source, delivered, reader)
-            self._step(value, source, wanted, reader)
+            self._convert_step(value, source, wanted, reader)
         return self.placed[value][wanted]
 
     def _deliver(
@@ -295,9 +297,11 @@ class _Writer:
         source = self.made[value] if parent < 0 else delivered[parent]
         if parent >= 0:
             self._deliver(value, source, delivered, reader)
-        self._step(value, source, wanted, reader)
+        self._convert_step(value, source, wanted, reader)
 
-    def _step(self, value: Value, source: Placement, target: Placement, reader: fx.Node) -> None:
+    def _convert_step(
+        self, value: Value, source: Placement, target: Placement, reader: fx.Node
+    ) -> None:
         """Write one conversion, if it is not there yet, and note its collectives."""
         known = self.placed[value]
         if target in known:
@@ -306,19 +310,19 @@ class _Writer:
         forward, backward = change.forward.collective, change.backward.collective
         before = next(iter(reversed(self.graph.nodes)), None)
         new = self._write_conversion(known[source], source, target, self.analysis.dims[value])
-        self._mark(before, value[0] if forward else reader)
+        self._inherit_stacks(before, value[0] if forward else reader)
         self._record(value, target, new)
         meta = (self.analysis.metas[value],)
-        where = self.causes.where(value[0] if forward else reader)
+        where = self.causes.describe_place(value[0] if forward else reader)
         cut = source if source.is_split else target
         shares = (self.forest.padding(cut.partition, self.target.tp),)
         if forward:
-            axes = self.causes.forward(value, source, target)
+            axes = self.causes.list_forward_axes(value, source, target)
             self.noted.append(
                 (None, EmittedCollective(forward, "forward", where, meta, shares, axes=axes))
             )
         if self.target.training and backward:
-            axes = self.causes.backward(source, target, reader)
+            axes = self.causes.list_backward_axes(source, target, reader)
             self.noted.append(
                 (new, EmittedCollective(backward, "backward", where, meta, shares, axes=axes))
             )
@@ -327,12 +331,12 @@ class _Writer:
         self, node: fx.Node, source: Placement, target: Placement, dims: tuple[Dim, ...]
     ) -> fx.Node:
         grouped = [p for p in (source, target) if p.is_grouped]
-        bounds = self._bounds(dims[grouped[0].dim]) if grouped else None
+        bounds = self._find_bounds(dims[grouped[0].dim]) if grouped else None
         return emit_conversion(
-            node, source, target, lambda p: self._split(dims, p), self.target, bounds
+            node, source, target, lambda p: self._find_split(dims, p), self.target, bounds
         )
 
-    def _bounds(self, dim: Dim) -> fx.Node:
+    def _find_bounds(self, dim: Dim) -> fx.Node:
         """The new node whose value says where the groups of a dim's rows end."""
         groups = self.forest.flat(dim)[0].groups
         assert groups, "rows are grouped by their bounds"
@@ -340,9 +344,9 @@ class _Writer:
         value = find_source(node)
         if value not in self.analysis.dims:
             return self.plain[node]
-        return self._converted(value, REPLICATED, keep=False, reader=node)
+        return self._convert(value, REPLICATED, keep=False, reader=node)
 
-    def _split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
+    def _find_split(self, dims: tuple[Dim, ...], placement: Placement) -> Split:
         cut = self.forest.split(dims[placement.dim], placement.partition)
         assert cut is not None, f"{placement} has no split"
         return cut
@@ -352,27 +356,27 @@ class _Writer:
     def _record(self, value: Value, placement: Placement, new: fx.Node) -> None:
         meta, dims = self.analysis.metas[value], self.analysis.dims[value]
         self.placed.setdefault(value, {})[placement] = new
-        new.meta["val"] = self._local(meta, placement, dims)
-        split = self._split(dims, placement).encode() if placement.is_split else None
+        new.meta["val"] = self._make_local_meta(meta, placement, dims)
+        split = self._find_split(dims, placement).encode() if placement.is_split else None
         traced = TracedValue(value[0].name, value[1], placement, split)
         self.result.values[new.name] = traced
 
-    def _local(
+    def _make_local_meta(
         self, meta: torch.Tensor, placement: Placement, dims: tuple[Dim, ...]
     ) -> torch.Tensor:
         """The meta tensor of one rank's part."""
         if not placement.is_split:
             return meta
         shape: list[Any] = list(meta.shape)
-        for step in self._cut_apart(placement, dims):
-            shape[step.dim] = self._local_size(shape[step.dim], self._split(dims, step))
+        for step in self._list_single_splits(placement, dims):
+            shape[step.dim] = self._find_local_size(shape[step.dim], self._find_split(dims, step))
         key = (meta.dtype, tuple(find_expression(n) for n in shape))
         found = self.locals.get(key)
         if found is None:
             found = self.locals[key] = meta.new_empty(shape)
         return found
 
-    def _local_size(self, whole: Any, split: Split) -> Any:
+    def _find_local_size(self, whole: Any, split: Split) -> Any:
         rank, tp = self.target.rank, self.target.tp
         if split.is_known:
             return split.local_length(rank, tp)
@@ -380,11 +384,13 @@ class _Writer:
         return whole // prod(e.size for e in cuts) * prod(e.part(rank, tp)[1] for e in cuts)
 
 
-def _lists(args: tuple[Any, ...]) -> list[Any]:
+def _copy_lists(args: tuple[Any, ...]) -> list[Any]:
     return [list(cast("list[Any]", a)) if isinstance(a, list | tuple) else a for a in args]
 
 
-def _put(args: list[Any], kwargs: dict[str, Any], operand: Operand, new: fx.Node) -> None:
+def _replace_operand(
+    args: list[Any], kwargs: dict[str, Any], operand: Operand, new: fx.Node
+) -> None:
     """Put a converted operand where it stands."""
     at = operand.argument
     holder: Any = args if isinstance(at, int) else kwargs
@@ -395,7 +401,7 @@ def _put(args: list[Any], kwargs: dict[str, Any], operand: Operand, new: fx.Node
         holder[at] = new
 
 
-def _inherit(new: fx.Node, origin: fx.Node) -> None:
+def _inherit_meta(new: fx.Node, origin: fx.Node) -> None:
     for key in ("nn_module_stack", "stack_trace"):
         if key in origin.meta and key not in new.meta:
             new.meta[key] = origin.meta[key]
@@ -409,33 +415,37 @@ class Causes:
         paths = (list_module_paths(node) for node in analysis.program.graph.nodes)
         self.parents = {path for stack in paths for path in stack[:-1]}
 
-    def forward(self, value: Value, source: Placement, target: Placement) -> tuple[str, ...]:
+    def list_forward_axes(
+        self, value: Value, source: Placement, target: Placement
+    ) -> tuple[str, ...]:
         """The axes for which a conversion of `value` communicates forward."""
         if source != PARTIAL:
-            return self._axes(source) or self._axes(target)
-        return tuple(self._summed(value))
+            return self._list_axes(source) or self._list_axes(target)
+        return tuple(self._list_summed_axes(value))
 
-    def backward(self, source: Placement, target: Placement, reader: fx.Node) -> tuple[str, ...]:
+    def list_backward_axes(
+        self, source: Placement, target: Placement, reader: fx.Node
+    ) -> tuple[str, ...]:
         """The axes for which a conversion for `reader` communicates backward."""
         if target.kind != "R~":
-            return self._axes(target) or self._axes(source)
-        return self._axes(source) or tuple(self._read(reader))
+            return self._list_axes(target) or self._list_axes(source)
+        return self._list_axes(source) or tuple(self._list_read_axes(reader))
 
-    def _axes(self, placement: Placement) -> tuple[str, ...]:
+    def _list_axes(self, placement: Placement) -> tuple[str, ...]:
         """The axes along which a value is split; with grouped rows, that of their groups."""
         forest = self.analysis.forest
         axes = [forest.named(name) for name in placement.partition.axes]
         groups = [forest.named(a.groups.axis) for a in axes if a.groups]
         return tuple(a.name for a in (*axes, *groups))
 
-    def where(self, node: fx.Node) -> str:
+    def describe_place(self, node: fx.Node) -> str:
         """The module path of a node; with its op where the module is more than that op's."""
         path = find_module_path(node)
         if not path:
             return node.name
-        return f"{path}.({_op_name(node)})" if path in self.parents else path
+        return f"{path}.({_name_op(node)})" if path in self.parents else path
 
-    def _summed(self, value: Value) -> dict[str, None]:
+    def _list_summed_axes(self, value: Value) -> dict[str, None]:
         """The axes over which a partial sum is to be completed, in the order of its terms."""
         strategy = self.decision.strategies.get(value[0])
         if strategy is None or strategy.partition.parts:
@@ -444,10 +454,10 @@ class Causes:
         operands = self.analysis.uses[value[0]].operands
         for operand, placement in zip(operands, strategy.operands, strict=True):
             if placement == PARTIAL:
-                found |= self._summed(operand.value)
+                found |= self._list_summed_axes(operand.value)
         return found
 
-    def _read(self, reader: fx.Node) -> dict[str, None]:
+    def _list_read_axes(self, reader: fx.Node) -> dict[str, None]:
         """The axes for which a reader gives a partial gradient."""
         strategy = self.decision.strategies.get(reader)
         if strategy is None or strategy.partition.parts:
@@ -456,11 +466,11 @@ class Causes:
             for use, k in self.analysis.readers[(reader, result)]:
                 placement = self.decision.strategies[use.node].operands[k]
                 if placement == SHARED:
-                    return self._read(use.node)
+                    return self._list_read_axes(use.node)
                 if placement.is_grouped:
-                    return dict.fromkeys(self._axes(placement))
+                    return dict.fromkeys(self._list_axes(placement))
         return {}
 
 
-def _op_name(node: fx.Node) -> str:
+def _name_op(node: fx.Node) -> str:
     return str(node.target).removeprefix("aten.").partition(".")[0]

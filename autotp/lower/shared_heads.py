@@ -29,7 +29,9 @@ def share_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
     - On a GPU a mask leaves no kernel but the slow one to heads that are shared: those with a mask
       are left as they are.
     """
-    found = [n for n in graph.find_nodes(op="call_function", target=ATTENTION) if _can(n, device)]
+    found = [
+        n for n in graph.find_nodes(op="call_function", target=ATTENTION) if _can_share(n, device)
+    ]
     if not found:
         return graph
     copy, new = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -40,13 +42,13 @@ def share_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
     return copy
 
 
-def _can(node: fx.Node, device: torch.device) -> bool:
+def _can_share(node: fx.Node, device: torch.device) -> bool:
     """Whether keys and values of this attention are repeated, as often as there are query heads."""
     nodes = node.all_input_nodes[:3]
     if tuple(nodes) != node.args[:3] or node.kwargs.get("enable_gqa"):
         return False
     _, key, value = nodes
-    sources = _repeated(key), _repeated(value)
+    sources = _find_repeated_source(key), _find_repeated_source(value)
     if None in sources or len({spell_sizes(s)[HEADS] for s in sources if s is not None}) != 1:
         return False
     masked = (node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")) is not None
@@ -55,19 +57,19 @@ def _can(node: fx.Node, device: torch.device) -> bool:
     return device.type in ("cpu", "meta") or (not masked and fits)
 
 
-def _repeated(node: fx.Node) -> fx.Node | None:
+def _find_repeated_source(node: fx.Node) -> fx.Node | None:
     """The tensor (batch, heads, length, size) whose heads `node` has several times, one after the
     other; None if it is no such thing.
     """
     if node.target is aten.repeat_interleave.self_int and node.args[2:] == (HEADS,):
-        return _four(node.args[0])
+        return _check_rank(node.args[0])
     wide = node.args[0] if node.target in _SHAPED else None
     if not isinstance(wide, fx.Node) or wide.target is not aten.expand.default:
         return None
     tall: Any = wide.args[0]
     if tall.target is not aten.unsqueeze.default or tall.args[1] not in (HEADS + 1, HEADS - 4):
         return None
-    source = _four(tall.args[0])
+    source = _check_rank(tall.args[0])
     if source is None or _is_other(source, wide, node):
         return None
     return source
@@ -85,14 +87,14 @@ def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
     return not (known and kept and same and int(heads) * copies == shape[HEADS])
 
 
-def _four(source: Any) -> fx.Node | None:
+def _check_rank(source: Any) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and source.meta["val"].dim() == 4 else None
 
 
 def _share(node: fx.Node) -> None:
     """Gives the attention the heads as they are, and erases what repeated them."""
     query, *idle = node.all_input_nodes[:3]
-    node.args = (query, *map(_repeated, idle), *node.args[3:])
+    node.args = (query, *map(_find_repeated_source, idle), *node.args[3:])
     node.kwargs = {**node.kwargs, "enable_gqa": True}
     while idle:
         repeated = idle.pop()

@@ -15,9 +15,9 @@ from torch import fx
 
 from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, make_plain_values
 from autotp.capture.graph_facts import read_argument
-from autotp.lower.mask_evaluation import Part, Says, part_of, verdict
+from autotp.lower.mask_evaluation import MaskGraph, MaskKind, extract_mask_graph, classify_mask
 
-__all__ = ["Unmasked", "unmasked"]
+__all__ = ["Unmasked", "remove_masks"]
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 MASK, CAUSAL = 3, 5  # arguments of the op
@@ -32,15 +32,15 @@ class Unmasked:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _MaskFinding:
     """What one attention's mask says, and when."""
 
     node: fx.Node
-    says: Says
+    says: MaskKind
     conditions: frozenset[Condition]
 
 
-def unmasked(
+def remove_masks(
     graph: fx.Graph, inputs: Sequence[str], constants: Mapping[str, torch.Tensor]
 ) -> list[Unmasked]:
     """The graph with as few masks as may be: first what takes nothing for granted, `graph` itself
@@ -51,19 +51,19 @@ def unmasked(
     - `graph` is left as it was. What it computes stays, in the order of its nodes.
     """
     names = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
-    found = _found(graph, names, constants)
+    found = _find_masks(graph, names, constants)
     kinds = {frozenset[Condition](), *(f.conditions for f in found)}
     return [
-        Unmasked(_without(graph, [f for f in found if f.conditions <= kind]), kind)
+        Unmasked(_remove_masks(graph, [f for f in found if f.conditions <= kind]), kind)
         for kind in sorted(kinds, key=lambda kind: (len(kind), sorted(map(str, kind))))
     ]
 
 
-def _found(
+def _find_masks(
     graph: fx.Graph, names: Mapping[fx.Node, str], constants: Mapping[str, torch.Tensor]
-) -> list[_Found]:
-    known: dict[Any, tuple[Says, frozenset[Condition]] | None] = {}
-    found: list[_Found] = []
+) -> list[_MaskFinding]:
+    known: dict[Any, tuple[MaskKind, frozenset[Condition]] | None] = {}
+    found: list[_MaskFinding] = []
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
         mask = read_argument(node, "attn_mask")
         if not isinstance(mask, fx.Node) or read_argument(node, "is_causal"):
@@ -71,29 +71,31 @@ def _found(
         query, key = node.all_input_nodes[:2]
         shapes = str(query.meta["val"].shape[-2]), str(key.meta["val"].shape[-2])
         if (mask, shapes) not in known:
-            part = part_of(mask, query, key, constants)
-            known[mask, shapes] = None if part is None else _judged(part, names)
+            part = extract_mask_graph(mask, query, key, constants)
+            known[mask, shapes] = None if part is None else _judge_mask(part, names)
         said = known[mask, shapes]
         if said is not None:
-            found.append(_Found(node, *said))
+            found.append(_MaskFinding(node, *said))
     return found
 
 
-def _judged(part: Part, names: Mapping[fx.Node, str]) -> tuple[Says, frozenset[Condition]] | None:
+def _judge_mask(
+    part: MaskGraph, names: Mapping[fx.Node, str]
+) -> tuple[MaskKind, frozenset[Condition]] | None:
     """What a mask says, under which conditions."""
-    for patterns in _patterns(part):
+    for patterns in _list_patterns(part):
         part.inputs = patterns
-        judged = verdict(part)
+        judged = classify_mask(part)
         if judged is None:
             continue
         plain = {Plain(names[node], pattern) for node, pattern in patterns.items()}
-        bounds = _bounds(part, judged.most, names)
+        bounds = _bound_lengths(part, judged.most, names)
         if bounds is not None:
             return judged.says, frozenset({*plain, *bounds})
     return None
 
 
-def _patterns(part: Part) -> list[dict[fx.Node, Pattern]]:
+def _list_patterns(part: MaskGraph) -> list[dict[fx.Node, Pattern]]:
     """What values its inputs may be taken to have: each a mask of ones, or places in order."""
     found: list[dict[fx.Node, Pattern]] = [{}]
     for node in part.inputs:
@@ -106,7 +108,9 @@ def _patterns(part: Part) -> list[dict[fx.Node, Pattern]]:
     return found if len(part.inputs) <= 2 else []
 
 
-def _bounds(part: Part, most: int | None, names: Mapping[fx.Node, str]) -> set[Condition] | None:
+def _bound_lengths(
+    part: MaskGraph, most: int | None, names: Mapping[fx.Node, str]
+) -> set[Condition] | None:
     """That no length is greater than `most`; None for a length that is no input's."""
     bounds: set[Condition] = set()
     if most is None:
@@ -124,7 +128,7 @@ def _bounds(part: Part, most: int | None, names: Mapping[fx.Node, str]) -> set[C
     return bounds
 
 
-def _without(graph: fx.Graph, found: Sequence[_Found]) -> fx.Graph:
+def _remove_masks(graph: fx.Graph, found: Sequence[_MaskFinding]) -> fx.Graph:
     """A copy of the graph without these masks; the graph itself if there are none."""
     if not found:
         return graph
@@ -133,8 +137,8 @@ def _without(graph: fx.Graph, found: Sequence[_Found]) -> fx.Graph:
     copy.output(copy.graph_copy(graph, new))
     masks = {new[f.node]: read_argument(new[f.node], "attn_mask") for f in found}
     for each in found:
-        _rewrite(new[each.node], causal=each.says == "causal")
-    idle = _above(masks.values())
+        _rewrite_attention(new[each.node], causal=each.says == "causal")
+    idle = _find_ancestors(masks.values())
     for node in reversed(list(copy.nodes)):
         if node in idle and not node.users and node.op != "placeholder":
             copy.erase_node(node)
@@ -142,7 +146,7 @@ def _without(graph: fx.Graph, found: Sequence[_Found]) -> fx.Graph:
     return copy
 
 
-def _rewrite(node: fx.Node, *, causal: bool) -> None:
+def _rewrite_attention(node: fx.Node, *, causal: bool) -> None:
     """Takes the mask out of an attention."""
     args, kwargs = list(node.args), dict(node.kwargs)
     kwargs.pop("attn_mask", None)
@@ -155,7 +159,7 @@ def _rewrite(node: fx.Node, *, causal: bool) -> None:
     node.args, node.kwargs = tuple(args), kwargs
 
 
-def _above(masks: Any) -> set[fx.Node]:
+def _find_ancestors(masks: Any) -> set[fx.Node]:
     """The nodes that made the masks."""
     found: set[fx.Node] = set()
     waiting: list[fx.Node] = list(masks)

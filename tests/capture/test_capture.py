@@ -362,7 +362,7 @@ BAD = [
     (Counts(), {"x": torch.ones(2, 3)}, "writes to 'count'"),
     (Casts(), {"x": torch.ones(2, 3, 4)}, r"test_capture.py.*wrap_with_autocast"),
     (Limited(), {"x": torch.ones(2), "mak": torch.ones(2)}, "'mak', only 'x', 'mask'.*mean 'mask'"),
-    (Limited(), {"x": torch.ones(2)}, "needs 'mask', given were 'x'"),
+    (Limited(), {"x": torch.ones(2)}, "needs 'mask', but the inputs are 'x'"),
 ]
 
 

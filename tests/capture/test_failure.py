@@ -41,13 +41,13 @@ def refusal(model: nn.Module, inputs: dict[str, Any], **options: Any) -> str:
 def test_a_refusal_of_the_model_itself_is_told_as_such() -> None:
     message = refusal(Fussy(), {"x": torch.ones(3, 9)})
 
-    assert "ValueError: x has 9 columns, not 8. The model's own code raises that" in message
+    assert "ValueError: x has 9 columns, not 8. The model's own code raises this error" in message
 
 
 def test_an_output_that_is_no_tensor_is_told_as_such() -> None:
     message = refusal(Fussy(), {"x": torch.ones(3, 8), "boxed": True})
 
-    assert "Ask the model for such outputs" in message
+    assert "Make the model return only those" in message
 
 
 X = {"x": torch.ones(2, 5, 24)}
@@ -103,7 +103,7 @@ class Recurrent(MLP):
 def test_state_that_a_module_keeps_by_itself_is_refused_and_not_lost() -> None:
     said = refusal(Recurrent(), X | {"use_cache": True})
 
-    assert "the model keeps last, a tensor" in said
+    assert "the model stores last, a tensor of shape" in said
     assert "use_cache=False" in said
     assert autotp.plan(Recurrent(), 2, example_inputs=X | {"use_cache": False}).tp == 2
 

@@ -140,7 +140,7 @@ REFUSED = {
     written_data: "cannot capture it",
     written_parameter: "writes to 'up.weight', which outlives the call",
     counted: "writes to 'seen', which outlives the call",
-    normalised: "writes to 'norm.running_mean', which outlives the call.*call eval",
+    normalised: "writes to 'norm.running_mean', which outlives the call.*Call eval",
     remembered: "writes to 'table', which outlives the call",
 }
 

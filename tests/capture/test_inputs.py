@@ -113,7 +113,7 @@ def test_inputs_come_in_the_order_of_the_signature() -> None:
 
 
 def test_a_missing_input_is_named() -> None:
-    with pytest.raises(CaptureError, match="Takes: its forward needs 'ids', given were 'mask'"):
+    with pytest.raises(CaptureError, match="Takes: its forward needs 'ids', but the inputs are 'mask'"):
         order_inputs(Takes(), {"mask": 1})
 
 

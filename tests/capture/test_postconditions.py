@@ -127,7 +127,7 @@ PLANTED: list[tuple[Callable[[Program], Program], str]] = [
     (read_transposed, r"up.weight is \(8, 6\) of .* in the model, but \(6, 8\) of .* in the graph"),
     (read_twice, r"scale is read by two get_attr nodes"),
     (call_a_module, r"a node of kind call_module"),
-    (fix_the_input, r"its size s\d+ has s\d+, of no input's size"),
+    (fix_the_input, r"its size s\d+ has s\d+, unlike any input"),
     (name_twice, r"the graph is malformed: .*mul"),
     (return_a_tensor, r"the graph returns add, not a flat tuple"),
     (lambda p: replace(p, lifted={}), r"_const_\w+ is neither"),
@@ -146,8 +146,8 @@ PLANTED: list[tuple[Callable[[Program], Program], str]] = [
         lambda p: replace(p, carried={0: Carried("layers.0.keys", "cache.0")}),
         r"layers.0.keys of the cache replaces cache.0, which is not an input",
     ),
-    (lambda p: replace(p, guards=(Guard("L['z'].dim() == 2"),)), r"speaks of z,"),
-    (lambda p: replace(p, guards=(Guard("s0 <= max(2, 3)"),)), r"speaks of s0,"),
+    (lambda p: replace(p, guards=(Guard("L['z'].dim() == 2"),)), r"refers to z, not to an input"),
+    (lambda p: replace(p, guards=(Guard("s0 <= max(2, 3)"),)), r"refers to s0, not to an input"),
     (lambda p: replace(p, guards=(Guard("1 =="),)), r"is not an expression"),
 ]
 

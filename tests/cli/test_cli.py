@@ -377,7 +377,7 @@ def test_more_new_tokens_than_positions_are_refused_with_the_most(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert 2 == cli.main(["plan", "gpt2", "--tp", "2", "--new-tokens", "5000"])
-    assert "Ask for at most 1023 new words" in capsys.readouterr().err
+    assert "Request at most 1023 new tokens" in capsys.readouterr().err
 
 
 def test_only_finished_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional
 import autotp
 from autotp.capture.capture import capture
 from autotp.capture.conditions import Plain
-from autotp.lower.unmask import ATTENTION, unmasked
+from autotp.lower.unmask import ATTENTION, remove_masks
 from tests.models import build
 
 Mask = Callable[..., Tensor]
@@ -188,7 +188,7 @@ def found(graph: torch.fx.Graph) -> list[str]:
 def test_a_mask_goes_where_it_is_proven(kind: str) -> None:
     make, given, says, conditions = KINDS[kind]
     program = capture(Attention(make).eval(), {"x": torch.randn(2, 11, 16), **given})
-    graphs = unmasked(program.graph, program.inputs, program.lifted)
+    graphs = remove_masks(program.graph, program.inputs, program.lifted)
 
     assert conditions == {str(c) for c in graphs[-1].conditions}
     assert [says] == found(graphs[-1].graph)

@@ -17,7 +17,13 @@ from torch.utils import _pytree as pytree
 from autotp.capture.cache import CacheState, learn_dims, list_caches
 from autotp.capture.inputs import Axes
 
-__all__ = ["list_cache_outputs", "learn_cache_dims", "copy_fixed_states", "tie_lengths", "remove_length_branches"]
+__all__ = [
+    "list_cache_outputs",
+    "learn_cache_dims",
+    "copy_fixed_states",
+    "tie_lengths",
+    "remove_length_branches",
+]
 
 
 @contextmanager
@@ -96,7 +102,9 @@ def copy_fixed_states(state: CacheState) -> CacheState:
 def tie_lengths(state: CacheState) -> None:
     """Tie the past lengths of one object, such as those of keys and values, to each other."""
     lengths: dict[str, Any] = {}
-    for path, leaf, dims in zip(state.spec.paths(), state.leaves, state.data_dims, strict=True):
+    for path, leaf, dims in zip(
+        state.spec.list_paths(), state.leaves, state.data_dims, strict=True
+    ):
         owner = path.rpartition(".")[0]
         for dim in (d for d, kind in dims.items() if kind == "past" and leaf.numel() != 0):
             equal = lengths.setdefault(owner, leaf.shape[dim]) == leaf.shape[dim]

@@ -31,16 +31,18 @@ class ExportAgain(Exception):  # noqa: N818 not an error
 
 
 @contextmanager
-def keep_own_backwards(model: str, kept: dict[AppliedFunction, int], *, gradients: bool) -> Generator[None]:
-    """Exports the functions of `kept` as ops, which have their own backward passes.
+def keep_own_backwards(
+    model: str, kept: dict[AppliedFunction, int], *, gradients: bool
+) -> Generator[None]:
+    """Export the functions in `kept` as ops, which have backward passes of their own.
 
-    Raises CapturedAgain at the end, if the model applied another one that loses its backward, and
-    adds it to `kept` with the number of its results; CaptureError if it cannot be an op.
+    If the model applied another function whose backward is lost, adds it to `kept` with the number
+    of its results and raises ExportAgain at the end; CaptureError if it cannot be an op.
 
-    Constraints: one that nothing passes a gradient to is harmless, and so is one whose backward is
-    the derivative of its forward: both are run on random numbers and compared.
+    Constraints: a function that receives no gradient is harmless, and so is one whose backward is
+    the derivative of its forward; this is verified by running both on random numbers.
     """
-    found: list[tuple[Any, str, tuple[Any, ...], AppliedFunction | None, int]] = []
+    calls: list[tuple[Any, str, tuple[Any, ...], AppliedFunction | None, int]] = []
     own = torch.autograd.Function.__dict__["apply"]
 
     def record(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +125,12 @@ def _is_derivative(function: Any, arguments: tuple[Any, ...]) -> bool:
     try:
         by_hand = _compute_gradients(function.apply, arguments)
         by_torch = _compute_gradients(lambda *given: function.forward(*context, *given), arguments)
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # it does not run on random numbers
+    except (
+        RuntimeError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # it does not run on random numbers
         return False
     return all(_is_close(one, other) for one, other in zip(by_hand, by_torch, strict=True))
 

@@ -40,7 +40,7 @@ class _Context:
 class AppliedFunction(NamedTuple):
     """An application of a function: its class, and the structure and plain values of its arguments.
 
-    - `fixed`: the leaves of the arguments, with None for tensors; `tensors`: the positions of those.
+    - `fixed`: the leaves of the arguments, with None for tensors; `tensors`: the positions of them.
     """
 
     function: Any
@@ -49,10 +49,10 @@ class AppliedFunction(NamedTuple):
     tensors: tuple[int, ...]
 
     @classmethod
-    def of(cls, function: object, args: tuple[Any, ...]) -> "Applied | None":
-        """How `function` is applied; None where an argument is neither a tensor nor a plain value.
+    def build(cls, function: object, args: tuple[Any, ...]) -> "AppliedFunction | None":
+        """The application to `args`; None if one is neither a tensor nor a plain value.
 
-        A size that is free while exporting is no plain value: an op would fix it.
+        A symbolic size is not a plain value: an op would fix it.
         """
         leaves, spec = pytree.tree_flatten(args)
         tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -95,7 +95,9 @@ def make_op(applied: AppliedFunction, results: int) -> OpOverload:
     return _OPS[key][0]
 
 
-_OPS: dict[tuple[Any, str], tuple[OpOverload, torch.library.Library]] = {}  # a library must outlive its op
+_OPS: dict[
+    tuple[Any, str], tuple[OpOverload, torch.library.Library]
+] = {}  # a library must outlive its op
 
 
 def _compute_digest(applied: AppliedFunction, results: int) -> str:
@@ -110,7 +112,9 @@ def _name_op(function: Any, digest: str) -> str:
     return f"{name}_{taken}" if taken else name
 
 
-def _register_op(applied: AppliedFunction, results: int, name: str) -> tuple[OpOverload, torch.library.Library]:
+def _register_op(
+    applied: AppliedFunction, results: int, name: str
+) -> tuple[OpOverload, torch.library.Library]:
     def run(*tensors: torch.Tensor) -> Any:
         with torch.no_grad():
             return _separate_memory(applied.run_forward(*tensors), tensors)

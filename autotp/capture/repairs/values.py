@@ -74,9 +74,7 @@ class KnownValues(TorchFunctionMode):
         if written and tensors and id(tensors[0]) in self._tensors:
             place = tensors[0].untyped_storage().data_ptr()
             known = self._tensors.items()
-            self._tensors = {
-                i: t for i, t in known if t.untyped_storage().data_ptr() != place
-            }
+            self._tensors = {i: t for i, t in known if t.untyped_storage().data_ptr() != place}
 
 
 def needs_values(error: BaseException | None) -> bool:
