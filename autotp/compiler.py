@@ -317,7 +317,10 @@ def _compile_generation(model: nn.Module, request: Request) -> ModelCompiler:
     if given is None:
         given = make_example_inputs(model, training=False, room=tokens)
         given.pop("attention_mask", None)  # all ones: `generate` leaves it out
-    calls, alone = GenerationCalls.build(model, given), replace(request, new_tokens=0, training=False)
+    calls, alone = (
+        GenerationCalls.build(model, given),
+        replace(request, new_tokens=0, training=False),
+    )
     prefill = ModelCompiler(model, alone, calls.record_prefill())
     dynamic = prefill.program.dynamic
 

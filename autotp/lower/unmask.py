@@ -15,7 +15,7 @@ from torch import fx
 
 from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plain, make_plain_values
 from autotp.capture.graph_facts import read_argument
-from autotp.lower.mask_evaluation import MaskGraph, MaskKind, extract_mask_graph, classify_mask
+from autotp.lower.mask_evaluation import MaskGraph, MaskKind, classify_mask, extract_mask_graph
 
 __all__ = ["Unmasked", "remove_masks"]
 

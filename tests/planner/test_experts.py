@@ -250,7 +250,9 @@ def test_more_ranks_than_experts_cut_each_of_them_and_the_plan_says_so() -> None
 
     assert ["column", "row"] == layouts(plan, "experts.gate_up_proj", "experts.down_proj")
     assert "experts (4): too few for tp 8, so each is cut" == pair.note
-    with pytest.raises(PlanError, match=r"its axis of 4 cannot be sharded over 8 ranks; tp sizes that"):
+    with pytest.raises(
+        PlanError, match=r"its axis of 4 cannot be sharded over 8 ranks; tp sizes that"
+    ):
         autotp.plan(model, tp=8, example_inputs=inputs, overrides=BY_EXPERT)
 
 

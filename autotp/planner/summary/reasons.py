@@ -18,7 +18,7 @@ from autotp.planner.analysis import AxisPair
 from autotp.planner.layouts import Layouts, matches_glob
 from autotp.planner.offers import factor_pair
 from autotp.planner.summary.findings import Call, Findings
-from autotp.planner.summary.walk import Stop, Walk, describe_place
+from autotp.planner.summary.walk import Walk, describe_place
 from autotp.records.replication import star_layers
 
 __all__ = ["Reasons"]
