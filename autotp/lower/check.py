@@ -1,12 +1,14 @@
-"""Check: the rewritten graph is well-typed, placement by placement.
+"""Check: the rewritten graph is well-typed, with placements as the types.
 
-Postcondition of rewrite, proven from the graph itself. Each value claims a placement; then
+This is the postcondition of the rewrite, proven from the graph itself. Each emitted value claims a
+placement; the check then proves that
 
-- a parameter has the one it is laid out in, an input or a constant is replicated,
-- a conversion reads a value of its source kind, cuts it as its dims say, and gives its target,
-- every other node reads its operands in exactly the placements of one of its strategies,
+- a parameter has its planned placement, and inputs and constants are replicated,
+- a conversion reads a value of its source kind, shards it along the claimed dims, and returns its
+  target kind,
+- every other node reads its operands in exactly the placements of its strategy,
 - the outputs are replicated,
-- the collectives in the graph are the ones the plan counts.
+- the graph runs exactly the collectives that the plan counts.
 """
 
 from collections import Counter
@@ -101,7 +103,7 @@ class _Checker:
             self._check_use(node, self.uses[node.name])
 
     def check_outputs(self) -> None:
-        """Check that what leaves the graph is replicated."""
+        """Check that every output has its planned placement: replicated, unless it is a cache's."""
         outputs = cast("tuple[object, ...]", self.graph.output_node().args[0])
         for number, node in enumerate(outputs):
             if not isinstance(node, fx.Node):
@@ -109,8 +111,8 @@ class _Checker:
             claimed = self._find_placement(node)
             if claimed != self.decision.caches.get(number, REPLICATED):
                 raise VerifyError(
-                    f"{_describe_node(node)}: leaves the graph as {claimed}, but outputs must be R on every "
-                    "rank: a reduction or gather is missing before it"
+                    f"{_describe_node(node)}: is an output with placement {claimed}, but outputs must be R on "
+                    "every rank: a reduction or gather is missing before it"
                 )
 
     def _find_placement(self, node: fx.Node) -> Placement:
@@ -122,7 +124,7 @@ class _Checker:
         traced = self.values.get(node.name)
         if traced is not None and traced.placement != wanted:
             raise VerifyError(
-                f"{_describe_node(node)}: parameter {node.target} is laid out {wanted}, the graph reads it as "
+                f"{_describe_node(node)}: parameter {node.target} is placed {wanted}, but the graph reads it as "
                 f"{traced.placement}"
             )
 
@@ -139,13 +141,13 @@ class _Checker:
         if made is not None and made.placement.kind not in targets:
             wanted = " or ".join(targets)
             raise VerifyError(
-                f"{_describe_node(node)}: gives {wanted}, but is taken for {made.placement}"
+                f"{_describe_node(node)}: returns {wanted}, but is recorded as {made.placement}"
             )
         self._check_splits(node, read, made)
         self._check_rows(node, claimed, made)
 
     def _check_splits(self, node: fx.Node, read: fx.Node, made: TracedValue | None) -> None:
-        """The dims and splits written into a conversion are those of the placements it joins."""
+        """Check the dims and splits written into a conversion against its two placements."""
         before = self.values.get(read.name)
         wanted: list[Any] = []
         for traced in (before, made):
@@ -154,14 +156,14 @@ class _Checker:
         written = [] if _split_op_name(node)[1] in _ROWS else list(node.args[1:-1])
         if written and (before is not None or made is not None) and wanted and written != wanted:
             raise VerifyError(
-                f"{_describe_node(node)}: cuts (dim, outer, segments …) {written}, but the placements it "
-                f"joins are cut {wanted}: a wrong slice"
+                f"{_describe_node(node)}: shards by (dim, outer, segments …) {written}, but its placements "
+                f"require {wanted}: the slice is wrong"
             )
 
     def _check_rows(self, node: fx.Node, claimed: Placement, made: TracedValue | None) -> None:
-        """The rows that a conversion moves are grouped by the bounds of their axis."""
-        joined = (claimed, made.placement if made else claimed)
-        for placement in (p for p in joined if p.is_grouped):
+        """Check that a conversion moves rows by the bounds of their own axis."""
+        both = (claimed, made.placement if made else claimed)
+        for placement in (p for p in both if p.is_grouped):
             groups = self.analysis.forest.row_groups(placement.partition)
             wanted = (groups and groups.bounds, placement.dim)
             bounds, dim = cast("tuple[fx.Node, int]", node.args[1:3])
@@ -169,7 +171,7 @@ class _Checker:
             if (traced.origin if traced else bounds.name, dim) != wanted:
                 raise VerifyError(
                     f"{_describe_node(node)}: moves rows along dim {dim}, grouped by {bounds.name}, but they "
-                    f"are grouped along dim {wanted[1]} by {wanted[0]}: other rows than its own"
+                    f"are grouped along dim {wanted[1]} by {wanted[0]}: it moves the wrong rows"
                 )
 
     def _check_functional(self, node: fx.Node, op: str) -> None:
@@ -198,7 +200,7 @@ class _Checker:
     def _find_operand_placement(
         self, found: fx.Node, operand: Operand, wanted: Placement
     ) -> Placement:
-        """The placement of an operand; a sliced constant claims what its conversion says."""
+        """The placement of an operand; that of a sliced constant is read from its conversion."""
         if found.name in self.values:
             return self.values[found.name].placement
         namespace, op = _split_op_name(found)
@@ -211,16 +213,18 @@ class _Checker:
     def _find_constant_placement(
         self, found: fx.Node, operand: Operand, wanted: Placement
     ) -> Placement:
-        """What a strategy asks for, if a constant is sliced so, dim by dim."""
+        """`wanted` if a constant is sliced so, dim by dim; else R."""
         written: dict[int, tuple[int, ...]] = {}
         while _split_op_name(found) in (("autotp", "scatter"), ("autotp", "scatter_copies")):
             written[cast(int, found.args[1])] = tuple(cast("list[int]", found.args[2]))
             found = cast(fx.Node, found.args[0])
         forest = self.analysis.forest
         cuts = {d: forest.split(dim, wanted.partition) for d, dim in enumerate(operand.dims)}
-        asked = {d: cut.encode() for d, cut in cuts.items() if cut and written.get(d)}
+        required = {d: cut.encode() for d, cut in cuts.items() if cut and written.get(d)}
         return (
-            wanted if wanted.is_split and wanted.dim in asked and asked == written else REPLICATED
+            wanted
+            if wanted.is_split and wanted.dim in required and required == written
+            else REPLICATED
         )
 
 

@@ -1,7 +1,8 @@
 """The nodes that change a value's placement: `torch.ops.autotp` ops, or plain collectives.
 
-A graph with gradients needs ops whose backward is the conjugate. One without holds functional
-collectives with an explicit wait, which any tool that knows torch's own collectives understands.
+A graph with gradients needs ops whose backward is the conjugate. A
+graph without gradients gets functional collectives with an explicit wait, which every tool for
+torch's own collectives understands.
 """
 
 from collections.abc import Callable
@@ -25,10 +26,11 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom the graph is for: the group, its size, and how sums are made.
+    """The process group that the graph is for, and the dtype of its sums.
 
-    - `reduce_dtype`: sums over the group are made in it; None: in the value's own dtype.
-    - `rank`: whose sizes are written where parts are uneven; elsewhere all ranks' graphs are equal.
+    - `reduce_dtype`: the dtype of sums over the group; None: the value's own dtype.
+    - `rank`: the rank whose sizes are written where shards are uneven; otherwise the graphs of all
+      ranks are equal.
     """
 
     tp: int
@@ -42,19 +44,19 @@ def emit_conversion(
     node: fx.Node,
     source: Placement,
     target: Placement,
-    cut: Callable[[Placement], Split],
+    find_split: Callable[[Placement], Split],
     to: Target,
     bounds: fx.Node | None = None,
 ) -> fx.Node:
-    """The node, written after all others, that brings `node` from `source` to `target`.
+    """Append the node that converts `node` from `source` to `target`.
 
-    - `cut`: how the value's dim is cut in a split placement.
-    - `bounds`: where groups of rows end, in a grouped one.
+    - `find_split`: the split of the value's dim in a split placement.
+    - `bounds`: the node of the ends of row groups, for a grouped placement.
     """
     op = CONVERSIONS[(source.kind, target.kind)]
     if not to.training and op.forward == ALL_REDUCE:
         return _emit_all_reduce(node, to)
-    if not to.training and op.forward == ALL_GATHER and _is_block(cut(source), to.tp):
+    if not to.training and op.forward == ALL_GATHER and _is_block(find_split(source), to.tp):
         return _emit_all_gather(node, source.dim, to)
     args: list[Any] = [node]
     for placement in (source, target):
@@ -62,7 +64,7 @@ def emit_conversion(
             args += [bounds, placement.dim]
     for placement in (source, target):
         if placement.is_split:
-            args += [placement.dim, list(cut(placement).encode())]
+            args += [placement.dim, list(find_split(placement).encode())]
     keywords: dict[str, Any] = {}
     if op.sums and to.reduce_dtype is not None:
         keywords["dtype"] = to.reduce_dtype
@@ -72,22 +74,20 @@ def emit_conversion(
     )
 
 
-def _is_block(cut: Split, tp: int) -> bool:
-    """Whether each rank holds one run of the dim, all of one length: else the autotp op puts the
-    parts in place.
-    """
-    return cut.is_block(tp) and cut.is_even(tp) and cut.is_exact(tp)
+def _is_block(split: Split, tp: int) -> bool:
+    """Whether all shards are contiguous and equally long; else the autotp op interleaves them."""
+    return split.is_block(tp) and split.is_even(tp) and split.is_exact(tp)
 
 
 def _emit_all_gather(node: fx.Node, dim: int, to: Target) -> fx.Node:
-    """Shards gathered along dim 0, then moved to where they belong."""
+    """Gather shards along dim 0, then move them to dim `dim`."""
     new = _emit_after(node, _aten.contiguous.default)
     new = _emit_after(new, _c10d.all_gather_into_tensor.default, to.tp, to.group)
     new = _emit_after(new, _c10d.wait_tensor.default)
     if dim == 0:
         return new
-    parts = _emit_after(new, _aten.unflatten.int, 0, [to.tp, -1])
-    moved = _emit_after(parts, _aten.movedim.int, 0, dim)
+    shards = _emit_after(new, _aten.unflatten.int, 0, [to.tp, -1])
+    moved = _emit_after(shards, _aten.movedim.int, 0, dim)
     return _emit_after(moved, _aten.flatten.using_ints, dim, dim + 1)
 
 
@@ -102,6 +102,6 @@ def _emit_all_reduce(node: fx.Node, to: Target) -> fx.Node:
 
 
 def _emit_after(node: fx.Node, function: OpOverload, *args: Argument) -> fx.Node:
-    """A node of `function` on `node`, called after it: no other has its name."""
+    """A call of `function` on `node`, with a name that no other node has."""
     name = f"{node.name}_{function.__name__.partition('.')[0]}"
     return node.graph.create_node("call_function", function, (node, *args), name=name)

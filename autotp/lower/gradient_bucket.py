@@ -18,41 +18,41 @@ __all__ = ["share_gradients"]
 
 def share_gradients(
     nodes: Sequence[fx.Node],
-    wholes: Sequence[torch.Tensor],
-    cuts: Sequence[tuple[int, Split] | None],
+    unsharded: Sequence[torch.Tensor],
+    splits: Sequence[tuple[int, Split] | None],
     to: Target,
 ) -> tuple[fx.Node, list[EmittedCollective]]:
-    """The bucket of the parameters `nodes`: its results are those, with whole gradients.
+    """The bucket of the parameters `nodes`: it returns them, and sums their gradients in backward.
 
-    - `wholes`: the unsplit parameters; `cuts`: the dim and cut of each, None if it is whole.
+    - `unsharded`: the full parameters; `splits`: the dim and split of each, None if replicated.
     """
     keywords: dict[str, Any] = {}
     if to.reduce_dtype is not None:
         keywords["dtype"] = to.reduce_dtype
-    flat = [[] if cut is None else [cut[0], *cut[1].encode()] for cut in cuts]
+    flat = [[] if s is None else [s[0], *s[1].encode()] for s in splits]
     function = torch.ops.autotp.share_gradients.default
     shared = nodes[0].graph.call_function(function, (list(nodes), flat, to.group), keywords)
     shared.meta["val"] = [n.meta["val"] for n in nodes]
-    splits = [None if cut is None else cut[1] for cut in cuts]
-    return shared, list(_list_collectives(wholes, splits, to))
+    dims = [None if s is None else s[1] for s in splits]
+    return shared, list(_list_collectives(unsharded, dims, to))
 
 
 def _list_collectives(
-    wholes: Sequence[torch.Tensor], splits: Sequence[Split | None], to: Target
+    unsharded: Sequence[torch.Tensor], splits: Sequence[Split | None], to: Target
 ) -> list[EmittedCollective]:
     """One all-reduce for each dtype and kind of sub-group that shares gradients."""
     everyone = Peers(0, to.tp, 1)
     moved: dict[tuple[torch.dtype, Peers], list[tuple[torch.Tensor, Fraction]]] = {}
-    for meta, split in zip(wholes, splits, strict=True):
+    for meta, split in zip(unsharded, splits, strict=True):
         if not meta.requires_grad:
             continue
-        parts = {everyone: Fraction(1)}
+        shares = {everyone: Fraction(1)}
         if split is not None:
             copied = split.copied(to.tp)
-            parts = {p: Fraction(n, split.length()) for p, n in copied.items()}
-        for peers, part in parts.items():
+            shares = {p: Fraction(n, split.length()) for p, n in copied.items()}
+        for peers, share in shares.items():
             moved.setdefault((choose_sum_dtype(meta.dtype, to.reduce_dtype), peers), []).append(
-                (meta, part)
+                (meta, share)
             )
     return [_build_collective(peers, everyone, items) for (_, peers), items in moved.items()]
 

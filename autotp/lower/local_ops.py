@@ -1,7 +1,7 @@
-"""The local forms of the few ops that need one: everything else runs on shards as it stands.
+"""The local forms of ops whose arguments depend on shard sizes; other ops run on shards unchanged.
 
-`FORMS` is a closed list; a rule names one. Each takes a `Site` (one node under one split strategy)
-and writes the node, with local sizes, into the new graph.
+`FORMS` is a closed list, of which a rule names one. Each form takes a `Site` (one node under one
+split strategy) and writes the node, with local sizes, into the new graph.
 """
 
 import operator
@@ -32,9 +32,9 @@ aten = torch.ops.aten
 class Site:
     """One node being written: its new arguments (already converted operands) and the new graph.
 
-    - `partition`: what its strategy cuts; `to`: whom the graph is for (its rank matters only where
-      parts are uneven).
-    - `bounds`: where the groups of the result's rows end, where they are grouped.
+    - `partition`: the axes that its strategy shards; `to`: the group that the graph is for (the rank
+      matters only where shards are uneven).
+    - `bounds`: the node of the ends of row groups, if the result's rows are grouped.
     """
 
     graph: fx.Graph
@@ -48,23 +48,23 @@ class Site:
     bounds: fx.Node | None = None
 
     def is_split(self, dim: Dim) -> bool:
-        """Whether the strategy cuts an axis of `dim`."""
+        """Whether the strategy shards an axis of `dim`."""
         return bool(self.forest.present((dim,), self.partition).parts)
 
     def list_split_dims(self, placement: Placement, dims: tuple[Dim, ...]) -> list[int]:
-        """The numbers of the dims that are cut in a value placed so."""
+        """The numbers of the sharded dims of a value in `placement`."""
         if placement.kind != "SS":
             return [placement.dim] if placement.is_split else []
         return [d for d, dim in enumerate(dims) if self.is_split(dim)]
 
     def emit(self, target: Called, *args: Argument) -> fx.Node:
-        """A new node of the graph, called after the one being written: no other has its name."""
+        """Append a call of `target`, named after the node being written."""
         function = cast("Callable[..., Any]", target)
         name = f"{self.use.node.name}_{function.__name__.partition('.')[0]}"
         return self.graph.create_node("call_function", function, args, name=name)
 
     def copy_node(self) -> fx.Node:
-        """The node as it stands, on the converted operands."""
+        """Append the node unchanged, on the converted operands."""
         return self.graph.create_node(
             "call_function",
             self.use.node.target,
@@ -74,7 +74,7 @@ class Site:
         )
 
     def find_argument(self, *names: str) -> tuple[int | str, Any]:
-        """Place and value of the first argument that has one of `names`; (-1, None) if none has."""
+        """The position and value of the first argument called one of `names`; (-1, None) if none is."""
         schema = cast(Any, self.use.node.target)._schema
         for at, argument in enumerate(schema.arguments):
             if argument.name in names:
@@ -101,7 +101,7 @@ Form = Callable[[Site], fx.Node]
 
 
 def emit_local_size(size: Argument, dim: Dim, site: Site) -> Argument:
-    """A size argument as this rank has it: an integer, -1 as it is, or a node of the local size."""
+    """The local value of a size argument: an integer, -1 unchanged, or a node."""
     if size == -1:
         return size
     if not isinstance(size, fx.Node):
@@ -113,8 +113,8 @@ def emit_local_size(size: Argument, dim: Dim, site: Site) -> Argument:
 
 
 def _count_units(dim: Dim, site: Site) -> tuple[int, int, bool]:
-    """Of a dim (of its cut axes, if its size is symbolic): the units, those of this rank, and
-    whether all ranks have as many.
+    """The units of a dim (of its sharded axes, if its size is symbolic), this rank's, and whether
+    all ranks have equally many.
     """
     split, tp = _find_split(dim, site), site.to.tp
     if split.is_known:
@@ -125,7 +125,7 @@ def _count_units(dim: Dim, site: Site) -> tuple[int, int, bool]:
 
 
 def emit_local_length(dim: Dim, site: Site) -> int:
-    """The elements of a static `dim` that one rank holds when the site's partition is cut."""
+    """The elements of a static `dim` in this rank's shard."""
     if not site.is_split(dim):
         return site.forest.size(dim).static or 0
     return _find_split(dim, site).local_length(site.to.rank, site.to.tp)
@@ -138,7 +138,7 @@ def _find_split(dim: Dim, site: Site) -> Split:
 
 
 def resize(site: Site) -> fx.Node:
-    """Views and expansions: the size of a split dim of the result is the local one."""
+    """Views and expansions: a sharded dim of the result gets its local size."""
     place, listed = site.find_argument("size", "shape", "sizes")
     if listed is None:
         return site.copy_node()
@@ -155,7 +155,7 @@ def resize(site: Site) -> fx.Node:
 
 
 def squeeze(site: Site) -> fx.Node:
-    """Dims of size 1 go, by number: the split dim stays, even at one element a rank."""
+    """Squeeze by dim number: a sharded dim stays, even with one element per rank."""
     dims = site.use.operands[0].dims
     _, named = site.find_argument("dim")
     listed = range(len(dims)) if named is None else [named] if isinstance(named, int) else named
@@ -166,14 +166,14 @@ def squeeze(site: Site) -> fx.Node:
 
 
 def localise_repeats(site: Site) -> fx.Node:
-    """Repeated elements: this rank's share of the copies; how many there are in all follows."""
+    """Repeats: this rank's share of the copies; the output size follows."""
     site.set_argument("repeats", emit_local_length(site.use.rule.extra["copies"][0], site))
     site.set_argument("output_size", None)
     return site.copy_node()
 
 
 def slice_dim(site: Site) -> fx.Node:
-    """A piece of the split dim is read or written: where it lies in this rank's share."""
+    """A slice of the sharded dim: its bounds within this rank's shard."""
     at = cast(int, site.find_argument("dim")[1])
     dims = site.use.operands[0].dims
     if at % len(dims) in site.list_split_dims(site.strategy.operands[0], dims):
@@ -186,7 +186,7 @@ def slice_dim(site: Site) -> fx.Node:
 
 
 def split_sections(site: Site) -> fx.Node:
-    """A dim cut into several results: each has the local length of its piece."""
+    """A dim divided among several results: each gets the local length of its piece."""
     _, at = site.find_argument("dim")
     dims = site.use.operands[0].dims
     if (at or 0) % len(dims) not in site.list_split_dims(site.strategy.operands[0], dims):
@@ -203,7 +203,7 @@ def split_sections(site: Site) -> fx.Node:
 
 
 def lookup(site: Site) -> fx.Node:
-    """A table cut along its rows: ids of other ranks read a row of this one, and give zero."""
+    """A row-sharded embedding: ids that other ranks own read any local row, masked to zero."""
     if site.strategy.results[0].kind not in ("P", "G"):
         return site.copy_node()
     total = site.forest.size(site.use.rule.factors[0].dim).static
@@ -234,14 +234,14 @@ def lookup(site: Site) -> fx.Node:
 
 
 def _emit_own_ids(site: Site, ids: fx.Node, bounds: fx.Node) -> fx.Node:
-    """The ids of this rank's own rows, then -1, which no rank has."""
+    """The ids of this rank's own rows, then -1, which no rank owns."""
     counted = site.emit(aten.add.Scalar, ids, 1)
     own = site.emit(torch.ops.autotp.own_rows.default, counted, bounds, 0, site.to.group)
     return site.emit(aten.sub.Scalar, own, 1)
 
 
 def _block_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) -> fx.Node:
-    """The padding row gives its value but takes no gradient, whichever rank holds it."""
+    """Pass the value of the padding row on, but no gradient to it, whichever rank owns it."""
     chosen = site.emit(aten.eq.Scalar, ids, padding)
     mask = site.emit(aten.unsqueeze.default, chosen, -1)
     still = site.emit(aten.detach.default, value)
@@ -249,7 +249,7 @@ def _block_gradient(site: Site, value: fx.Node, ids: fx.Node, padding: int) -> f
 
 
 def localise_groups(site: Site) -> fx.Node:
-    """Each group of channels on its own (convolutions, norms): as many as this rank has."""
+    """Ops per group of channels (convolutions, norms): the number of this rank's groups."""
     (dim,) = site.use.rule.extra["groups"]
     if site.is_split(dim):
         for name in ("groups", "num_groups"):
@@ -268,7 +268,7 @@ def localise_bounds(site: Site) -> fx.Node:
 
 
 def rescale(site: Site) -> fx.Node:
-    """A mean over a split dim: the local mean counts for this rank's part of the elements."""
+    """A mean over a sharded dim: the local mean is weighted by this rank's share of the elements."""
     value = site.copy_node()
     if site.strategy.results[0].kind != "P":
         return value

@@ -1,13 +1,13 @@
-"""What an attention's mask says, found by running the part of the graph that makes it.
+"""Classify an attention's mask by running the subgraph that computes it.
 
-The part is cut out where sizes begin: it then depends on sizes, which are chosen here, and on the
-values of a few inputs, which are taken to be plain (a mask of ones, places in order). It is run on
-many sizes: small ones, those around each number written in it (a window's length), and, where there
-is memory for it, more than twice as far as all its numbers together reach. What it is at all of
-them it is at all sizes; otherwise it is known up to the largest size at which it was run.
+The subgraph depends on sizes, which are chosen here, and on the values of a few inputs, which are
+assumed to be plain (a mask of ones, positions in order). It is run at many sizes: small ones, those
+around each number in it (a window's length), and, if memory allows, at more than twice the sum of
+all its numbers. A mask of one kind at all of them is of that kind at all sizes; otherwise its kind
+is known up to the largest size that was run.
 
-    causal: row q sees the columns k <= q, and there are as many rows as columns
-    full: every row sees every column
+    causal: row q attends to the columns k <= q, and there are as many rows as columns
+    full: every row attends to every column
 """
 
 import itertools
@@ -42,7 +42,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a mask says; `most`: for sizes up to this number only, None for all."""
+    """The kind of a mask; `most`: the largest length for which it is known, None for any."""
 
     says: MaskKind
     most: int | None
@@ -50,10 +50,10 @@ class Verdict:
 
 @dataclass(slots=True)
 class MaskGraph:
-    """The part of a graph that makes a mask.
+    """The subgraph that computes a mask.
 
     - `nodes`: in order, the mask last; `inputs`: those whose values it reads, with their patterns.
-    - `constants`: the values of what it reads as constants.
+    - `constants`: the values of its `get_attr` nodes.
     - `rows`, `columns`: the sizes of the attention; `batch`: its batch's symbol, if it is one.
     """
 
@@ -75,7 +75,7 @@ class MaskGraph:
 def extract_mask_graph(
     mask: fx.Node, query: fx.Node, key: fx.Node, constants: Mapping[str, torch.Tensor]
 ) -> MaskGraph | None:
-    """The part that makes `mask`; None where it reads what cannot be known or repeated."""
+    """The subgraph of `mask`; None if it reads unknown values or cannot be run again."""
     found: set[fx.Node] = set()
     waiting = [mask]
     while waiting:
@@ -87,16 +87,16 @@ def extract_mask_graph(
     nodes = [n for n in mask.graph.nodes if n in found]
     if len(nodes) > MOST_NODES or not all(_is_repeatable(n, constants) for n in nodes):
         return None
-    held = {n: constants[str(n.target)] for n in nodes if n.op == "get_attr"}
+    values = {n: constants[str(n.target)] for n in nodes if n.op == "get_attr"}
     read: dict[fx.Node, Pattern] = {n: "ones" for n in nodes if n.op == "placeholder"}
     queries, keys = query.meta["val"].shape, key.meta["val"].shape
-    part = MaskGraph(nodes, read, held, queries[-2], keys[-2], find_expression(queries[0]))
+    part = MaskGraph(nodes, read, values, queries[-2], keys[-2], find_expression(queries[0]))
     part.symbols = _list_symbols(part)
     return part if all(s.is_Symbol for s in part.symbols) else None
 
 
 def classify_mask(part: MaskGraph) -> Verdict | None:
-    """What the mask says at all sizes, or up to some; None where it is neither word."""
+    """The kind of the mask, at all sizes or up to one; None if it is of neither kind."""
     says = {"causal", "full"}
     if find_expression(part.rows) != find_expression(part.columns):
         says.discard("causal")
@@ -115,7 +115,7 @@ def classify_mask(part: MaskGraph) -> Verdict | None:
 
 
 def _find_reach(part: MaskGraph, says: set[str]) -> int | None:
-    """The largest length up to which the mask says so; None for any."""
+    """The largest length up to which the mask is of that kind; None for any."""
     numbers = _list_numbers(part)
     last = max(SMALL)
     far = 2 * _bound_reach(part, numbers) + 3
@@ -136,7 +136,7 @@ def _find_reach(part: MaskGraph, says: set[str]) -> int | None:
 
 
 def _list_small_sizes(part: MaskGraph) -> Iterator[Sizes]:
-    """All small lengths with each other, with batches of one and more."""
+    """All combinations of small lengths, with batches of one and more."""
     chosen = SMALL if len(part.lengths) < 3 else SMALL[1:4]
     for k, lengths in enumerate(itertools.product(chosen, repeat=len(part.lengths))):
         for batch in (1, 2, 3) if not part.lengths else (1 + k % 3,):
@@ -144,7 +144,7 @@ def _list_small_sizes(part: MaskGraph) -> Iterator[Sizes]:
 
 
 def _list_long_sizes(part: MaskGraph, length: int) -> Iterator[Sizes]:
-    """All lengths long, and each one long among short ones."""
+    """All lengths long, then each one long with the others short."""
     once = {part.batch: 1}
     yield dict.fromkeys(part.lengths, length) | once
     if len(part.lengths) > 1:
@@ -153,7 +153,7 @@ def _list_long_sizes(part: MaskGraph, length: int) -> Iterator[Sizes]:
 
 
 def _list_symbols(part: MaskGraph) -> list[Any]:
-    """The symbols of all sizes that the part knows."""
+    """The symbols of all sizes in the subgraph."""
     found: dict[Any, None] = {}
     expressions = [find_expression(part.rows), find_expression(part.columns)]
     for node in part.nodes:
@@ -166,7 +166,7 @@ def _list_symbols(part: MaskGraph) -> list[Any]:
 
 
 def _evaluate_size(size: Any, sizes: Sizes) -> Any:
-    """A size, or another number made of sizes, at chosen ones."""
+    """The value of a size, or of a number computed from sizes, at chosen sizes."""
     if not isinstance(size, SYMBOLIC):
         return size
     known = find_expression(size).subs(sizes)
@@ -178,18 +178,18 @@ def _evaluate_size(size: Any, sizes: Sizes) -> Any:
 
 
 def _list_numbers(part: MaskGraph) -> set[int]:
-    """The numbers written in the part, without what stands for an end or for infinity."""
+    """The numbers in the subgraph, without those that mean "to the end" or infinity."""
     return {n for n, _ in _list_written_numbers(part)}
 
 
 def _bound_reach(part: MaskGraph, numbers: set[int]) -> int:
-    """No place at which the mask's form changes is further than this from an edge or a diagonal."""
+    """A bound on how far from an edge or a diagonal the mask's form can change."""
     scale = math.prod(n for n, scales in set(_list_written_numbers(part)) if scales and n > 1)
     return sum(numbers) * scale
 
 
 def _list_written_numbers(part: MaskGraph) -> Iterator[tuple[int, bool]]:
-    """Each number, rounded up, and whether something is multiplied by it, divided, or worse."""
+    """Each number, rounded up, and whether something is scaled by it."""
     for node in part.nodes:
         scales = any(word in str(node.target) for word in SCALING)
         listed: list[Any] = []
@@ -213,7 +213,7 @@ def _list_written_numbers(part: MaskGraph) -> Iterator[tuple[int, bool]]:
 
 
 def _classify_at(part: MaskGraph, sizes: Sizes) -> set[str] | None:
-    """What the mask says at these sizes; None where the model could not run at them either."""
+    """The kinds that fit the mask at these sizes; None if the model cannot run at them either."""
     rows, columns = _evaluate_size(part.rows, sizes), _evaluate_size(part.columns, sizes)
     try:
         mask = _run_mask(part, sizes)
@@ -229,7 +229,7 @@ def _classify_at(part: MaskGraph, sizes: Sizes) -> set[str] | None:
 
 
 def _only_hides(mask: torch.Tensor) -> bool:
-    """Whether a mask hides, or leaves as it is, and does nothing else."""
+    """Whether a mask only hides elements or leaves them unchanged."""
     if mask.dtype is torch.bool:
         return True
     return bool(((mask == 0) | (mask <= torch.finfo(mask.dtype).min)).all())
@@ -281,7 +281,7 @@ def _map_argument(argument: Any, given: Any) -> Any:
 
 
 def _has_counts(value: torch.Tensor) -> bool:
-    """Whether numbers stand in it that are more than marks: they may be rounded further on."""
+    """Whether it has numbers other than 0, 1 and infinity: later ops may round them."""
     marks = (value == 0) | (value.abs() == 1)
     if value.dtype.is_floating_point:
         marks |= value.abs() >= torch.finfo(value.dtype).max
@@ -289,7 +289,7 @@ def _has_counts(value: torch.Tensor) -> bool:
 
 
 def _find_last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node the values that no later one needs."""
+    """For each node, the values that no later node needs."""
     last = {source: node for node in nodes for source in node.all_input_nodes if source in nodes}
     return {node: [s for s, at in last.items() if at is node] for node in last.values()}
 
@@ -311,15 +311,15 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _is_repeatable(node: fx.Node, constants: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a run of `node` on the CPU gives what the model has there."""
+    """Whether a run of `node` on the CPU returns what the model computes."""
     if not isinstance(node.meta.get("val"), torch.Tensor):
         return False
     if node.op == "get_attr":
-        held = constants.get(str(node.target))
-        return held is not None and held.device.type == "cpu" and held.numel() <= 1024
+        value = constants.get(str(node.target))
+        return value is not None and value.device.type == "cpu" and value.numel() <= 1024
     if node.op == "placeholder":
         return True
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return False
-    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
-    return not drawn and not node.target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
+    random = torch.Tag.nondeterministic_seeded in node.target.tags
+    return not random and not node.target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,6 @@
-"""What graphs that run keep of their nodes' meta, each distinct value once.
+"""The node meta of the graphs that run, with each distinct value stored once.
 
-The layers of a model say the same: kept node by node, shapes and source lines would take more
+The layers of a model have equal shapes and source lines: stored per node, they would take more
 memory than the code.
 """
 
@@ -20,15 +20,15 @@ __all__ = ["MetaPool"]
 
 @dataclass(slots=True)
 class MetaPool:
-    """The values kept so far: what a value says to the value.
+    """The distinct meta values so far, by their contents.
 
-    Example: `kept.share_meta(node)` has the very `val` that an earlier node of the same shape has.
+    Example: `pool.share_meta(node)` has the same `val` object as an earlier node of that shape.
     """
 
     known: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
 
     def share_meta(self, node: fx.Node) -> dict[str, Any]:
-        """The part of `node.meta` that is kept: `val`, `stack_trace`, `nn_module_stack`."""
+        """The meta to store for `node`: `val`, `stack_trace`, `nn_module_stack`."""
         kept = dict[str, Any]()
         if "val" in node.meta:
             val = node.meta["val"]
@@ -42,9 +42,9 @@ class MetaPool:
 
 
 def _describe_value(val: object) -> Hashable:
-    """All that a fake tensor says, its sizes as expressions; None for other values.
+    """The contents of a fake tensor, with sizes as expressions; None for other values.
 
-    Whose memory it is, it says no more: what reads graphs that run makes samples of their own.
+    Storage identity is left out: whatever reads the graphs that run makes samples of its own.
     """
     if type(val) is not FakeTensor or val.layout != torch.strided:
         return None

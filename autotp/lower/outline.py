@@ -1,4 +1,4 @@
-"""One graph per layer: what per-layer sharding, checkpointing, compiling and reading need.
+"""One graph per layer, for sharding, checkpointing and compiling layers, and for reading them.
 
 A region (see `outline_regions`) becomes a graph of its own and one `call_module` node of the root.
 Identical layers get identical code: fresh graphs, names from modules and ops, inputs `x0, x1, …`,
@@ -26,15 +26,15 @@ Named: TypeAlias = dict[str, Argument]
 
 
 def outline(graph: fx.Graph, kept: MetaPool | None = None) -> LayeredGraph:
-    """The flat `graph` as a root and layers; what their meta have in common is one with `kept`'s.
+    """The flat `graph` as a root and layers; equal meta values are shared through the pool `kept`.
 
     Example: `outline(program.graph).layers["model.layers.0"].python_code("self").src`.
 
     Constraints:
     - `graph` is free of mutation: nodes of different regions may change order.
     - The symbolic sizes of `meta["val"]` are this rank's.
-    - A layer that cannot run in one piece takes in the root's nodes in between; layers that need
-      each other's results in a circle stay in the root.
+    - A layer that cannot run in one piece absorbs the root's nodes in between; layers that depend
+      on each other cyclically stay in the root.
     """
     flat = Flat(graph)
     units = order_regions(flat)
@@ -67,7 +67,7 @@ class _Writer:
     new: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
 
     def write_layer(self) -> fx.Graph:
-        """The whole graph of this layer."""
+        """The complete graph of this layer."""
         for i, node in enumerate(self.flat.needs[self.path]):
             self._record(node, self.graph.create_node("placeholder", f"x{i}"))
         for node in self.flat.members[self.path]:
@@ -78,13 +78,13 @@ class _Writer:
         return self.graph
 
     def copy_node(self, node: fx.Node) -> None:
-        """Adds `node` itself."""
+        """Copy `node` itself."""
         args = map_arg(node.args, self._find_input)
         kwargs = map_arg(node.kwargs, self._find_input)
         self._add_node(node, node.op, node.target, args, kwargs)
 
     def write_call(self, path: str) -> None:
-        """Adds a call of the layer at `path`, with its results."""
+        """Write a call of the layer at `path`, and its results."""
         args = tuple(self._find_input(node) for node in self.flat.needs[path])
         call = self.graph.create_node("call_module", path, args)
         results = self.flat.outputs[path]
@@ -123,7 +123,7 @@ class _Writer:
 
 
 def _name_nodes(graph: fx.Graph) -> dict[fx.Node, str]:
-    """What to call each result: by its module if it is what a leaf module gives, else by its op."""
+    """The name of each result: its module's if a leaf module returns it, else its op's."""
     parents = {path for node in graph.nodes for path in list_module_paths(node)[:-1]}
     names = {n: n.name for n in graph.nodes if n.op == "placeholder"}
     for node in graph.nodes:

@@ -54,7 +54,7 @@ class Flat:
         self._at_hand = {ROOT: _find_size_sources(placeholders)}
 
     def update_regions(self) -> None:
-        """Computes what depends on `region`."""
+        """Recompute `members`, `needs` and `outputs` from `region`."""
         self.region |= {n: self._find_parameter_region(n) for n in self.parameters}
         self.members = {}
         for node in self.values:
@@ -125,7 +125,7 @@ def _list_dependencies(flat: Flat) -> dict[Unit, set[Unit]]:
 
 
 def _break_cycle(flat: Flat, paths: set[str], before: Mapping[Unit, set[Unit]]) -> None:
-    """Changes regions so that `paths`, which stand on one cycle, stand on it no longer."""
+    """Change regions so that `paths`, which are on one cycle, no longer are."""
     between = _find_between(next(iter(paths)), before)
     if len(paths) == 1 and not any(isinstance(unit, str) for unit in between):
         flat.region |= dict.fromkeys((n for n in between if isinstance(n, fx.Node)), *paths)
@@ -134,7 +134,7 @@ def _break_cycle(flat: Flat, paths: set[str], before: Mapping[Unit, set[Unit]]) 
 
 
 def _find_between(path: str, before: Mapping[Unit, set[Unit]]) -> set[Unit]:
-    """The other units on ways from region `path` back to it."""
+    """The other units on the paths from region `path` back to it."""
     after: dict[Unit, set[Unit]] = {unit: set() for unit in before}
     for unit, earlier in before.items():
         for other in earlier:
@@ -167,7 +167,7 @@ def _iterate_in_order(flat: Flat, sorter: TopologicalSorter[Unit]) -> Iterator[U
 
 
 def _assign_regions(values: Sequence[fx.Node]) -> dict[fx.Node, str]:
-    """The region of each value: by module stack; what follows others, by its makers or readers.
+    """The region of each value: by module stack, or that of its producers or readers.
 
     A conversion that moves no data has the stack of one reader, but may serve several layers.
     """
@@ -201,7 +201,7 @@ def _follows(node: fx.Node) -> bool:
 
 
 def _serves_reader(node: fx.Node, region: Mapping[fx.Node, str]) -> bool:
-    """Whether `node` prepares a value for its reader: moves no data, or is made of parameters."""
+    """Whether `node` moves no data, or is computed from parameters alone."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     made_of_values = any(i in region for i in node.all_input_nodes)

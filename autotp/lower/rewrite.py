@@ -1,11 +1,11 @@
 """Rewrite: the program on one rank's shards, with a collective wherever a placement changes.
 
-Nodes keep their order and names. Each operand is brought to the placement that its reader's
-strategy asks for: first to the delivered set of its value, then further if need be; a conversion is
-written once and shared. A graph without gradients holds plain functional collectives; one with
-gradients holds `torch.ops.autotp` ops, whose backward is the conjugate. Ops ask their group for the
-rank when they run; only local sizes are written into the graph, so where all parts are even it is
-the same on all ranks.
+Nodes keep their order and names. Each operand is converted to the placement that its reader's
+strategy requires: first to the delivered set of its value, then further if needed; each conversion
+is written once and shared. A graph without gradients has plain functional collectives; one with
+gradients has `torch.ops.autotp` ops, whose backward is the conjugate. Ops take the rank from their
+group when they run; only local sizes are written into the graph, so with even shards it is the same
+on all ranks.
 """
 
 import operator
@@ -50,14 +50,14 @@ _IN_ANY_STRIDES: Mapping[object, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
 }
-"""A value that was cut or put together lies in memory otherwise, where a view may not exist."""
+"""A sharded or gathered value has other strides, for which a view may not exist."""
 
 
 @dataclass(slots=True)
 class Rewritten:
-    """The rewritten graph; its collectives in program order; what each of its values is.
+    """The rewritten graph, its collectives in program order, and the placement of each value.
 
-    - `uneven`: some parts are longer than others, so that the graph is one rank's alone.
+    - `uneven`: some shards are longer than others, so the graph is valid for one rank only.
     """
 
     graph: fx.Graph
@@ -114,7 +114,7 @@ class _Writer:
     # ── nodes ────────────────────────────────────────────────────────────────────────────────
 
     def _copy_node(self, node: fx.Node) -> None:
-        """A node that depends on no parameter (or an input), as it is."""
+        """Copy a node that depends on no parameter, or an input, unchanged."""
         new = self.graph.node_copy(node, lambda n: self._find_copy(n))
         new.meta = dict(node.meta)
         self.plain[node] = new
@@ -124,7 +124,7 @@ class _Writer:
             self.made[(node, 0)] = placement
 
     def _find_copy(self, node: fx.Node) -> fx.Node:
-        """The new node of `node` in whatever placement it has: for sizes, which are never split."""
+        """The new node of `node` in any placement: for sizes, which are never sharded."""
         if node in self.plain:
             return self.plain[node]
         return self.placed[find_source(node)][self.made[find_source(node)]]
@@ -251,9 +251,7 @@ class _Writer:
         return self._slice_constant(operand, wanted, use.node)
 
     def _slice_constant(self, operand: Operand, wanted: Placement, reader: fx.Node) -> fx.Node:
-        """A value without parameters: whole on every rank, sliced for a reader that wants a
-        part.
-        """
+        """A value without parameters: replicated, and sliced for a reader that needs a shard."""
         node = self.plain[operand.value[0]]
         if not wanted.is_split and wanted.kind not in ("P", "G"):
             return node
@@ -270,7 +268,7 @@ class _Writer:
         return self.constants[key]
 
     def _list_single_splits(self, placement: Placement, dims: tuple[Dim, ...]) -> list[Placement]:
-        """One placement a dim that is cut."""
+        """One placement for each sharded dim."""
         if placement.kind != "SS":
             return [placement]
         cut = placement.partition
@@ -278,7 +276,7 @@ class _Writer:
         return [Placement("S", d, cut) for d in places]
 
     def _convert(self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node) -> fx.Node:
-        """`value` in the placement `wanted`, by way of its delivered set."""
+        """`value` in the placement `wanted`, through its delivered set."""
         if wanted not in self.placed[value]:
             source = self.made[value]
             delivered = self.decision.delivered.get(value)
@@ -337,7 +335,7 @@ class _Writer:
         )
 
     def _find_bounds(self, dim: Dim) -> fx.Node:
-        """The new node whose value says where the groups of a dim's rows end."""
+        """The new node of the bounds by which a dim's rows are grouped."""
         groups = self.forest.flat(dim)[0].groups
         assert groups, "rows are grouped by their bounds"
         node = self.named[groups.bounds]
@@ -351,7 +349,7 @@ class _Writer:
         assert cut is not None, f"{placement} has no split"
         return cut
 
-    # ── what is known of each new value ──────────────────────────────────────────────────────
+    # ── facts of each new value ──────────────────────────────────────────────────────
 
     def _record(self, value: Value, placement: Placement, new: fx.Node) -> None:
         meta, dims = self.analysis.metas[value], self.analysis.dims[value]
@@ -364,7 +362,7 @@ class _Writer:
     def _make_local_meta(
         self, meta: torch.Tensor, placement: Placement, dims: tuple[Dim, ...]
     ) -> torch.Tensor:
-        """The meta tensor of one rank's part."""
+        """The meta tensor of one rank's shard."""
         if not placement.is_split:
             return meta
         shape: list[Any] = list(meta.shape)
@@ -391,7 +389,7 @@ def _copy_lists(args: tuple[Any, ...]) -> list[Any]:
 def _replace_operand(
     args: list[Any], kwargs: dict[str, Any], operand: Operand, new: fx.Node
 ) -> None:
-    """Put a converted operand where it stands."""
+    """Replace an operand by its converted node."""
     at = operand.argument
     holder: Any = args if isinstance(at, int) else kwargs
     if operand.item >= 0:
@@ -408,7 +406,7 @@ def _inherit_meta(new: fx.Node, origin: fx.Node) -> None:
 
 
 class Causes:
-    """What one decision makes necessary."""
+    """The axes and modules that make a collective necessary."""
 
     def __init__(self, analysis: Analysis, decision: Decision) -> None:
         self.analysis, self.decision = analysis, decision
@@ -432,21 +430,21 @@ class Causes:
         return self._list_axes(source) or tuple(self._list_read_axes(reader))
 
     def _list_axes(self, placement: Placement) -> tuple[str, ...]:
-        """The axes along which a value is split; with grouped rows, that of their groups."""
+        """The axes along which a value is sharded; with grouped rows, also their groups' axis."""
         forest = self.analysis.forest
         axes = [forest.named(name) for name in placement.partition.axes]
         groups = [forest.named(a.groups.axis) for a in axes if a.groups]
         return tuple(a.name for a in (*axes, *groups))
 
     def describe_place(self, node: fx.Node) -> str:
-        """The module path of a node; with its op where the module is more than that op's."""
+        """The module path of a node, with its op unless the module is a leaf."""
         path = find_module_path(node)
         if not path:
             return node.name
         return f"{path}.({_name_op(node)})" if path in self.parents else path
 
     def _list_summed_axes(self, value: Value) -> dict[str, None]:
-        """The axes over which a partial sum is to be completed, in the order of its terms."""
+        """The axes over which a partial sum must be reduced, in the order of its terms."""
         strategy = self.decision.strategies.get(value[0])
         if strategy is None or strategy.partition.parts:
             return dict.fromkeys(strategy.partition.axes if strategy else ())

@@ -1,8 +1,8 @@
-"""Heads that were repeated for an attention are shared by it instead: no copy is made of them.
+"""Replace repeated key-value heads by grouped-query attention, which makes no copies.
 
-Keys and values of which several query heads share one are written out once a query head in a
-captured graph, which costs more than the attention itself where one word is new and many are past.
-Torch's attention takes them as they are (`enable_gqa`) and gives the same, bit by bit.
+A captured graph repeats keys and values once per query head, which in a decode step with a long
+cache costs more than the attention itself. Torch's attention takes the unrepeated heads
+(`enable_gqa`) and returns the same result, bit by bit.
 """
 
 from typing import Any
@@ -22,12 +22,12 @@ _WIDEST = 256  # the largest head that the kernels without a mask take
 
 
 def share_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
-    """A copy of `graph` whose attentions share heads where they can; else `graph` itself.
+    """A copy of `graph` whose attentions share heads where possible; else `graph` itself.
 
     Constraints:
     - `graph` has no gradients.
-    - On a GPU a mask leaves no kernel but the slow one to heads that are shared: those with a mask
-      are left as they are.
+    - On a GPU, attention with a mask and shared heads has only a slow kernel: attentions with a
+      mask are left unchanged.
     """
     found = [
         n for n in graph.find_nodes(op="call_function", target=ATTENTION) if _can_share(n, device)
@@ -43,7 +43,7 @@ def share_heads(graph: fx.Graph, device: torch.device) -> fx.Graph:
 
 
 def _can_share(node: fx.Node, device: torch.device) -> bool:
-    """Whether keys and values of this attention are repeated, as often as there are query heads."""
+    """Whether the keys and values of this attention are repeated, once per query head."""
     nodes = node.all_input_nodes[:3]
     if tuple(nodes) != node.args[:3] or node.kwargs.get("enable_gqa"):
         return False
@@ -58,25 +58,23 @@ def _can_share(node: fx.Node, device: torch.device) -> bool:
 
 
 def _find_repeated_source(node: fx.Node) -> fx.Node | None:
-    """The tensor (batch, heads, length, size) whose heads `node` has several times, one after the
-    other; None if it is no such thing.
-    """
+    """The tensor (batch, heads, length, size) whose heads `node` repeats consecutively, or None."""
     if node.target is aten.repeat_interleave.self_int and node.args[2:] == (HEADS,):
-        return _check_rank(node.args[0])
+        return _find_4d(node.args[0])
     wide = node.args[0] if node.target in _SHAPED else None
     if not isinstance(wide, fx.Node) or wide.target is not aten.expand.default:
         return None
     tall: Any = wide.args[0]
     if tall.target is not aten.unsqueeze.default or tall.args[1] not in (HEADS + 1, HEADS - 4):
         return None
-    source = _check_rank(tall.args[0])
+    source = _find_4d(tall.args[0])
     if source is None or _is_other(source, wide, node):
         return None
     return source
 
 
 def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
-    """Whether the sizes are not those of heads repeated: batch, heads, copies, length, size."""
+    """Whether the sizes are not those of repeated heads: batch, heads, copies, length, size."""
     batch, heads, length, size = spell_sizes(source)
     b, h, _, n, e = spell_sizes(wide)
     shape = node.meta["val"].shape
@@ -87,12 +85,12 @@ def _is_other(source: fx.Node, wide: fx.Node, node: fx.Node) -> bool:
     return not (known and kept and same and int(heads) * copies == shape[HEADS])
 
 
-def _check_rank(source: Any) -> fx.Node | None:
+def _find_4d(source: Any) -> fx.Node | None:
     return source if isinstance(source, fx.Node) and source.meta["val"].dim() == 4 else None
 
 
 def _share(node: fx.Node) -> None:
-    """Gives the attention the heads as they are, and erases what repeated them."""
+    """Pass the unrepeated heads to the attention, and erase the nodes that repeated them."""
     query, *idle = node.all_input_nodes[:3]
     node.args = (query, *map(_find_repeated_source, idle), *node.args[3:])
     node.kwargs = {**node.kwargs, "enable_gqa": True}

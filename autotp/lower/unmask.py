@@ -1,9 +1,9 @@
-"""Unmask: an attention whose mask is causal says so, and one whose mask hides nothing has none.
+"""Unmask: replace a causal mask by `is_causal`, and drop a mask that hides nothing.
 
-A captured graph makes every mask, since no code could look at values while it was traced. Kernels
-that need no mask (flash) are then out of reach, and the mask costs memory in the square of the
-length. `unmask_proof` finds by running it what a mask says. Where that depends on an input's values
-or on a length, the shorter graph holds under conditions, and the graph that has the mask stays.
+A captured graph builds every mask, since tracing cannot branch on values. That rules out kernels
+without a mask (flash attention), and the mask takes memory quadratic in the length.
+`mask_evaluation` classifies a mask by running it. If the class depends on an input's values or on a
+length, the graph without the mask is valid under conditions, and the graph with it is kept.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ MASK, CAUSAL = 3, 5  # arguments of the op
 
 @dataclass(frozen=True, slots=True)
 class Unmasked:
-    """A graph, and what it takes for granted of a call."""
+    """A graph, and the conditions on a call under which it is valid."""
 
     graph: fx.Graph
     conditions: frozenset[Condition]
@@ -33,7 +33,7 @@ class Unmasked:
 
 @dataclass(frozen=True, slots=True)
 class _MaskFinding:
-    """What one attention's mask says, and when."""
+    """The kind of one attention's mask, and the conditions under which it is of that kind."""
 
     node: fx.Node
     says: MaskKind
@@ -43,12 +43,12 @@ class _MaskFinding:
 def remove_masks(
     graph: fx.Graph, inputs: Sequence[str], constants: Mapping[str, torch.Tensor]
 ) -> list[Unmasked]:
-    """The graph with as few masks as may be: first what takes nothing for granted, `graph` itself
-    where there is nothing to do; then, each with its conditions, shorter ones, the shortest last.
+    """The graph with as few masks as possible: first without conditions (`graph` itself if no mask
+    can go), then under more and more conditions.
 
     Constraints:
     - `inputs`: the leaf names of the placeholders, in order; `constants`: by `get_attr` target.
-    - `graph` is left as it was. What it computes stays, in the order of its nodes.
+    - `graph` itself is not changed. Its results and the order of its nodes stay.
     """
     names = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
     found = _find_masks(graph, names, constants)
@@ -82,7 +82,7 @@ def _find_masks(
 def _judge_mask(
     part: MaskGraph, names: Mapping[fx.Node, str]
 ) -> tuple[MaskKind, frozenset[Condition]] | None:
-    """What a mask says, under which conditions."""
+    """The kind of a mask, and under which conditions; None if it is of neither kind."""
     for patterns in _list_patterns(part):
         part.inputs = patterns
         judged = classify_mask(part)
@@ -96,7 +96,7 @@ def _judge_mask(
 
 
 def _list_patterns(part: MaskGraph) -> list[dict[fx.Node, Pattern]]:
-    """What values its inputs may be taken to have: each a mask of ones, or places in order."""
+    """The values to assume for its inputs: a mask of ones, or positions in order."""
     found: list[dict[fx.Node, Pattern]] = [{}]
     for node in part.inputs:
         val = node.meta["val"]
@@ -111,7 +111,7 @@ def _list_patterns(part: MaskGraph) -> list[dict[fx.Node, Pattern]]:
 def _bound_lengths(
     part: MaskGraph, most: int | None, names: Mapping[fx.Node, str]
 ) -> set[Condition] | None:
-    """That no length is greater than `most`; None for a length that is no input's."""
+    """Conditions that no length exceeds `most`; None for a length that no input has."""
     bounds: set[Condition] = set()
     if most is None:
         return bounds
@@ -147,7 +147,7 @@ def _remove_masks(graph: fx.Graph, found: Sequence[_MaskFinding]) -> fx.Graph:
 
 
 def _rewrite_attention(node: fx.Node, *, causal: bool) -> None:
-    """Takes the mask out of an attention."""
+    """Remove the mask from an attention."""
     args, kwargs = list(node.args), dict(node.kwargs)
     kwargs.pop("attn_mask", None)
     if len(args) > MASK:
@@ -160,7 +160,7 @@ def _rewrite_attention(node: fx.Node, *, causal: bool) -> None:
 
 
 def _find_ancestors(masks: Any) -> set[fx.Node]:
-    """The nodes that made the masks."""
+    """The nodes that the masks are computed from."""
     found: set[fx.Node] = set()
     waiting: list[fx.Node] = list(masks)
     while waiting:

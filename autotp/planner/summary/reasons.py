@@ -136,7 +136,9 @@ class Reasons:
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return f"not in a column/row pair, and tp {self.call.tp} divides none of its axes ({sizes})"
+            return (
+                f"not in a column/row pair, and tp {self.call.tp} divides none of its axes ({sizes})"
+            )
         return f"not in a column/row pair: {self._explain_axes(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:

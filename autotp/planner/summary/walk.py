@@ -101,7 +101,8 @@ class Walk:
 def describe_place(node: fx.Node) -> str:
     """An op and its place: `aten.mean.dim at model.norm (modeling_x.py:62)`."""
     line = find_source_line(node)
-    return f"{node.target} at {find_module_path(node) or node.name}{f' ({line.place})' if line else ''}"
+    source = f" ({line.place})" if line else ""
+    return f"{node.target} at {find_module_path(node) or node.name}{source}"
 
 
 def _list_splits(placement: Placement, dim: int, axis: Atom) -> bool:
