@@ -75,7 +75,7 @@ def sample_arguments(node: fx.Node) -> Given | None:
 
 def _is_known(value: object) -> bool:
     sizes = (*value.shape, *value.stride()) if isinstance(value, torch.Tensor) else (value,)
-    return all(not isinstance(n, torch.SymInt) or n.node.has_find_hint() for n in sizes)
+    return all(not isinstance(n, torch.SymInt) or n.node.has_hint() for n in sizes)
 
 
 def _make_concrete(value: Any) -> Any:
