@@ -27,7 +27,7 @@ class Analysed:
 
     def layout(self, name: str, dim: int = 0) -> str:
         """One dim of a parameter in the notation, atoms called by their sizes."""
-        return self.analysis.forest.text(self.dims(name)[dim])
+        return self.analysis.forest.format(self.dims(name)[dim])
 
     def pair(self, name: str) -> AxisPair:
         """The pair of a parameter."""
@@ -40,11 +40,11 @@ class Analysed:
     def same(self, one: str, two: str, dims: tuple[int, int]) -> bool:
         """Whether two dims of two parameters are one expression."""
         forest = self.analysis.forest
-        return forest.flat(self.dims(one)[dims[0]]) == forest.flat(self.dims(two)[dims[1]])
+        return forest.flatten(self.dims(one)[dims[0]]) == forest.flatten(self.dims(two)[dims[1]])
 
     def leaves(self, name: str, dim: int) -> set[Atom]:
         """The axes in one dim of a parameter."""
-        return set(self.analysis.forest.leaves(self.dims(name)[dim]))
+        return set(self.analysis.forest.list_leaves(self.dims(name)[dim]))
 
 
 def analysed(model: nn.Module, inputs: dict[str, Any]) -> Analysed:

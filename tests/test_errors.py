@@ -161,7 +161,11 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
         (
             2,
             {"*.down": "vocabulary"},
-            ("blocks.0.down.weight", "neither an embedding nor a classification head", "row (dim 1"),
+            (
+                "blocks.0.down.weight",
+                "neither an embedding nor a classification head",
+                "row (dim 1",
+            ),
         ),
         (
             16,

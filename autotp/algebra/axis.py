@@ -73,15 +73,15 @@ class Forest:
 
     atoms: list[Atom] = field(default_factory=list)
 
-    def atom(self, size: Size, *, data: bool = False) -> Atom:
+    def add_atom(self, size: Size, *, data: bool = False) -> Atom:
         """A fresh leaf."""
         atom = Atom(len(self.atoms), size, data=data)
         self.atoms.append(atom)
         return atom
 
-    def dim(self, size: Size, *, data: bool = False) -> Dim:
+    def add_dim(self, size: Size, *, data: bool = False) -> Dim:
         """A fresh dim: one leaf, or the empty product if the size is 1."""
-        return () if size == ONE else (self.atom(size, data=data),)
+        return () if size == ONE else (self.add_atom(size, data=data),)
 
     def find(self, atom: Atom) -> Atom:
         """The representative of `atom`."""
@@ -91,13 +91,13 @@ class Forest:
             atom = atom.parent
         return atom
 
-    def flat(self, dim: Iterable[Atom]) -> Dim:
+    def flatten(self, dim: Iterable[Atom]) -> Dim:
         """The product as leaves and sums, products expanded, size 1 dropped."""
         out: list[Atom] = []
         for atom in dim:
             atom = self.find(atom)
             if atom.parts is not None:
-                out.extend(self.flat(atom.parts))
+                out.extend(self.flatten(atom.parts))
             elif atom.size != ONE:
                 out.append(atom)
         return tuple(out)
@@ -106,25 +106,25 @@ class Forest:
         """The number of elements of `dim`."""
         return product(self.find(a).size for a in dim)
 
-    def sections(self, atom: Atom) -> tuple[Dim, ...]:
+    def list_segments(self, atom: Atom) -> tuple[Dim, ...]:
         """The segments of a sum, nested sums spliced in."""
         out: list[Dim] = []
         for segment in atom.segments or ():
-            flat = self.flat(segment)
+            flat = self.flatten(segment)
             if len(flat) == 1 and flat[0].segments is not None:
-                out.extend(self.sections(flat[0]))
+                out.extend(self.list_segments(flat[0]))
             else:
                 out.append(flat)
         return tuple(out)
 
-    def leaves(self, dim: Iterable[Atom]) -> Iterator[Atom]:
+    def list_leaves(self, dim: Iterable[Atom]) -> Iterator[Atom]:
         """The leaf atoms of `dim`, those inside sums included, in order, repeats included."""
-        for atom in self.flat(dim):
+        for atom in self.flatten(dim):
             if atom.segments is None:
                 yield atom
             else:
-                for section in self.sections(atom):
-                    yield from self.leaves(section)
+                for section in self.list_segments(atom):
+                    yield from self.list_leaves(section)
 
     # ── uniting ──────────────────────────────────────────────────────────────────────────────
 
@@ -132,21 +132,21 @@ class Forest:
         """Whether two dims of one size could be made one; refinements made on the way stay
         valid.
         """
-        left, right = list(self.flat(one)), list(self.flat(other))
+        left, right = list(self.flatten(one)), list(self.flatten(other))
         while left and right:
             a, b = self.find(left[0]), self.find(right[0])
             if a.parts is not None or b.parts is not None:
-                left, right = list(self.flat(left)), list(self.flat(right))
-            elif a is b or (a.size == b.size and self._join(a, b)):
+                left, right = list(self.flatten(left)), list(self.flatten(right))
+            elif a is b or (a.size == b.size and self._merge_atoms(a, b)):
                 left.pop(0)
                 right.pop(0)
-            elif a.size != b.size and self._refine(a, b):
-                left, right = list(self.flat(left)), list(self.flat(right))
+            elif a.size != b.size and self._refine_larger(a, b):
+                left, right = list(self.flatten(left)), list(self.flatten(right))
             else:
                 return False
         return not left and not right
 
-    def _refine(self, a: Atom, b: Atom) -> bool:
+    def _refine_larger(self, a: Atom, b: Atom) -> bool:
         """Split the larger of two atoms so that its major part has the size of the smaller."""
         if b.size.over(a.size) is not None:
             return self.split_major(b, a.size)
@@ -159,11 +159,11 @@ class Forest:
             return False
         if atom.segments is not None:
             return self._split_sum(atom, major, minor)
-        atom.parts = (self.atom(major, data=atom.data), self.atom(minor, data=atom.data))
+        atom.parts = (self.add_atom(major, data=atom.data), self.add_atom(minor, data=atom.data))
         return True
 
     def _split_sum(self, atom: Atom, major: Size, minor: Size) -> bool:
-        sections = self.sections(atom)
+        sections = self.list_segments(atom)
         cuts = [self.split_dim(section, minor) for section in sections]
         if any(cut is None for cut in cuts):
             return False
@@ -172,17 +172,17 @@ class Forest:
         if not all(self.unify(first, pair[1]) for pair in pairs[1:]):
             return False
         atom.segments = None
-        if all(not self.flat(pair[0]) for pair in pairs):
-            head = self.atom(major)
+        if all(not self.flatten(pair[0]) for pair in pairs):
+            head = self.add_atom(major)
         else:
-            head = self.sum_of([pair[0] for pair in pairs])
-        atom.parts = (head, *self.flat(first))
+            head = self.make_sum([pair[0] for pair in pairs])
+        atom.parts = (head, *self.flatten(first))
         return True
 
     def split_dim(self, dim: Dim, minor: Size) -> tuple[Dim, Dim] | None:
         """`dim` as (major, minor) where the minor part has size `minor`, else None."""
         tail: list[Atom] = []
-        rest = list(self.flat(dim))
+        rest = list(self.flatten(dim))
         while (left := minor.over(self.size(tail))) is not None and left != ONE:
             if not rest:
                 return None
@@ -190,24 +190,24 @@ class Forest:
             if left.over(last.size) is not None:
                 tail.insert(0, last)
             elif (major := last.size.over(left)) is not None and self.split_major(last, major):
-                rest.extend(self.flat((last,)))
+                rest.extend(self.flatten((last,)))
             else:
                 return None
         return (tuple(rest), tuple(tail)) if self.size(tail) == minor else None
 
-    def sum_of(self, segments: Iterable[Dim]) -> Atom:
+    def make_sum(self, segments: Iterable[Dim]) -> Atom:
         """A fresh atom that is the concatenation of `segments`."""
         parts = tuple(segments)
         sizes = [self.size(p) for p in parts]
-        atom = self.atom(_add_sizes(sizes))
+        atom = self.add_atom(_add_sizes(sizes))
         atom.segments = parts
         return atom
 
-    def _join(self, a: Atom, b: Atom) -> bool:
+    def _merge_atoms(self, a: Atom, b: Atom) -> bool:
         """Make two atoms of one size one, if their structures allow it."""
         if a.groups and b.groups and a.groups.bounds != b.groups.bounds:
             return False
-        if a.segments is not None and b.segments is not None and not self._align(a, b):
+        if a.segments is not None and b.segments is not None and not self._align_sums(a, b):
             return False
         a, b = self.find(a), self.find(b)
         if a is b:
@@ -216,89 +216,89 @@ class Forest:
         if keep.parts is not None or drop.parts is not None:
             return self.unify((keep,), (drop,))
         drop.parent, keep.groups = keep, keep.groups or drop.groups
-        self._mark(keep, keep.data or drop.data)
+        self._mark_data(keep, keep.data or drop.data)
         return True
 
-    def _mark(self, atom: Atom, data: bool) -> None:
+    def _mark_data(self, atom: Atom, data: bool) -> None:
         if data:
             atom.data = True
-            for leaf in self.leaves((atom,)):
+            for leaf in self.list_leaves((atom,)):
                 leaf.data = True
 
-    def _align(self, a: Atom, b: Atom) -> bool:
+    def _align_sums(self, a: Atom, b: Atom) -> bool:
         """Cut two sums at the same places and unite their segments one by one."""
         for offset in _list_boundaries(self, b):
-            if not self.cut_atom(a, offset):
+            if not self.split_atom_at(a, offset):
                 return False
         for offset in _list_boundaries(self, a):
-            if not self.cut_atom(b, offset):
+            if not self.split_atom_at(b, offset):
                 return False
-        ones, others = self.sections(a), self.sections(b)
+        ones, others = self.list_segments(a), self.list_segments(b)
         if [self.size(s) for s in ones] != [self.size(s) for s in others]:
             return False
         return all(self.unify(s, t) for s, t in zip(ones, others, strict=True))
 
     # ── cutting ──────────────────────────────────────────────────────────────────────────────
 
-    def cut(self, dim: Dim, offset: int) -> tuple[Dim, Dim] | None:
+    def split_at(self, dim: Dim, offset: int) -> tuple[Dim, Dim] | None:
         """`dim` as two concatenated dims, the first of static size `offset`, else None.
 
         The atoms are refined so that the dim itself is the sum of the two.
         """
-        flat = self.flat(dim)
+        flat = self.flatten(dim)
         total = self.size(flat).static
         if not flat or total is None:
             return None
         if offset in (0, total):
-            return (self.dim(Size(0)), flat) if offset == 0 else (flat, self.dim(Size(0)))
+            return (self.add_dim(Size(0)), flat) if offset == 0 else (flat, self.add_dim(Size(0)))
         first, *rest = flat
         if rest:
-            return self._cut_product(flat, offset)
-        return self._halves(first, offset) if self.cut_atom(first, offset) else None
+            return self._split_product_at(flat, offset)
+        return self._list_halves(first, offset) if self.split_atom_at(first, offset) else None
 
-    def _cut_product(self, flat: Dim, offset: int) -> tuple[Dim, Dim] | None:
+    def _split_product_at(self, flat: Dim, offset: int) -> tuple[Dim, Dim] | None:
         rest = self.size(flat[1:]).static
         if rest is None or offset % rest:
             return None
-        halves = self.cut((flat[0],), offset // rest)
+        halves = self.split_at((flat[0],), offset // rest)
         return None if halves is None else (halves[0] + flat[1:], halves[1] + flat[1:])
 
-    def _halves(self, atom: Atom, offset: int) -> tuple[Dim, Dim] | None:
+    def _list_halves(self, atom: Atom, offset: int) -> tuple[Dim, Dim] | None:
         atom = self.find(atom)
         if atom.parts is not None:
-            return self.cut(self.flat((atom,)), offset)
+            return self.split_at(self.flatten((atom,)), offset)
         left: list[Dim] = []
         right: list[Dim] = []
         position = 0
-        for section in self.sections(atom):
+        for section in self.list_segments(atom):
             (left if position < offset else right).append(section)
             position += self.size(section).static or 0
-        return self._bundle(left), self._bundle(right)
+        return self._concatenate(left), self._concatenate(right)
 
-    def _bundle(self, sections: list[Dim]) -> Dim:
-        return sections[0] if len(sections) == 1 else (self.sum_of(sections),)
+    def _concatenate(self, sections: list[Dim]) -> Dim:
+        return sections[0] if len(sections) == 1 else (self.make_sum(sections),)
 
-    def cut_atom(self, atom: Atom, offset: int) -> bool:
+    def split_atom_at(self, atom: Atom, offset: int) -> bool:
         """Whether `atom` could be made a sum with a boundary at `offset`."""
         atom = self.find(atom)
         total = atom.size.static
         if total is None or not 0 < offset < total:
             return False
         if atom.parts is not None:
-            return self._cut_product(self.flat((atom,)), offset) is not None
+            return self._split_product_at(self.flatten((atom,)), offset) is not None
         if atom.segments is None:
             sizes = (Size(offset), Size(total - offset))
-            atom.segments = tuple(self.dim(s, data=atom.data) for s in sizes)
+            atom.segments = tuple(self.add_dim(s, data=atom.data) for s in sizes)
             return True
-        return self._cut_sum(atom, offset)
+        return self._split_sum_at(atom, offset)
 
-    def _cut_sum(self, atom: Atom, offset: int) -> bool:
+    def _split_sum_at(self, atom: Atom, offset: int) -> bool:
         sections: list[Dim] = []
         position = 0
-        for section in self.sections(atom):
+        for section in self.list_segments(atom):
             length = self.size(section).static or 0
             if position < offset < position + length:
-                halves = self.cut(section, offset - position)
+                halves = self.split_at(section, offset - position)
                 if halves is None:
                     return False
                 sections.extend(halves)
@@ -312,32 +312,32 @@ class Forest:
 
     def contains(self, dim: Dim, axis: Atom) -> bool:
         """Whether some segment of `dim` contains `axis`."""
-        return any(leaf is axis for leaf in self.leaves(dim))
+        return any(leaf is axis for leaf in self.list_leaves(dim))
 
-    def named(self, name: str) -> Atom:
+    def find_axis(self, name: str) -> Atom:
         """The axis called `name`."""
         return self.find(self.atoms[int(name[1:])])
 
-    def present(self, dims: Iterable[Dim], partition: Partition) -> Partition:
+    def restrict(self, dims: Iterable[Dim], partition: Partition) -> Partition:
         """`partition` restricted to the axes that some of `dims` contain."""
-        leaves = {leaf.name for dim in dims for leaf in self.leaves(dim)}
+        leaves = {leaf.name for dim in dims for leaf in self.list_leaves(dim)}
         return partition.among(leaves)
 
-    def grouped_rows(self, partition: Partition) -> Atom | None:
+    def find_grouped_rows(self, partition: Partition) -> Atom | None:
         """The axis of grouped rows that `partition` has; None if it has none."""
-        axes = (self.named(name) for name in partition.axes)
+        axes = (self.find_axis(name) for name in partition.axes)
         return next((axis for axis in axes if axis.groups), None)
 
-    def row_groups(self, partition: Partition) -> Groups | None:
+    def find_row_groups(self, partition: Partition) -> Groups | None:
         """How the rows of `partition` are grouped; None if it has no grouped rows."""
-        rows = self.grouped_rows(partition)
+        rows = self.find_grouped_rows(partition)
         return rows.groups if rows else None
 
-    def padding(self, partition: Partition, tp: int) -> Fraction:
+    def compute_padding(self, partition: Partition, tp: int) -> Fraction:
         """The longest of `tp` parts of a partition times their number, over the whole."""
         ratio = Fraction(1)
-        for part in (p for p in partition.parts if not self.named(p.axis).groups):
-            size, parts = self.named(part.axis).size.coefficient, part.parts or tp
+        for part in (p for p in partition.parts if not self.find_axis(p.axis).groups):
+            size, parts = self.find_axis(part.axis).size.coefficient, part.parts or tp
             ratio *= Fraction(-(-size // parts) * parts, size)
         return ratio
 
@@ -346,20 +346,20 @@ class Forest:
 
         Constraints: an axis has a static size.
         """
-        flat = self.flat(dim)
-        holders = [a for a in flat if self.present(((a,),), partition).parts]
+        flat = self.flatten(dim)
+        holders = [a for a in flat if self.restrict(((a,),), partition).parts]
         sums = [a for a in holders if a.segments is not None]
         if not holders or len(set(holders)) != len(holders) or len(sums) > 1:
             return None
         if not sums:
-            extents = self._extents(flat, partition)
+            extents = self._list_extents(flat, partition)
             return None if extents is None else Split(1, (Segment(extents),))
         at = flat.index(sums[0])
-        before = self._extents(flat[:at], partition)
-        after = self._extents(flat[at + 1 :], partition)
+        before = self._list_extents(flat[:at], partition)
+        after = self._list_extents(flat[at + 1 :], partition)
         return self._split_sections(sums[0], partition, before, after)
 
-    def _extents(self, flat: Dim, partition: Partition) -> tuple[Extent, ...] | None:
+    def _list_extents(self, flat: Dim, partition: Partition) -> tuple[Extent, ...] | None:
         """A product without sums: its cut axes, and what stands between them as one extent."""
         extents: list[Extent] = []
         for part, atoms in groupby(flat, lambda atom: partition.part(atom.name)):
@@ -377,11 +377,11 @@ class Forest:
         if before is None or after is None or any(e.size == -1 for e in (*before, *after)):
             return None
         segments: list[Segment] = []
-        for section in self.sections(atom):
+        for section in self.list_segments(atom):
             length = self.size(section).static
             if length is None:
                 return None
-            if not self.present((section,), partition).parts:
+            if not self.restrict((section,), partition).parts:
                 segments.append(Segment((Extent(length), *after)))
                 continue
             cut = self.split(section, partition)
@@ -392,13 +392,13 @@ class Forest:
         outer = prod(e.size for e in before)
         return Split(outer, tuple(segments), before if any(e.parts != 1 for e in before) else ())
 
-    def text(self, dim: Dim, names: dict[Atom, str] | None = None) -> str:
+    def format(self, dim: Dim, names: dict[Atom, str] | None = None) -> str:
         """The dim in the notation, `(H*d + H*d)`; a leaf without a name prints its size."""
-        return "*".join(self._atom_text(a, names or {}) for a in self.flat(dim)) or "1"
+        return "*".join(self._format_atom(a, names or {}) for a in self.flatten(dim)) or "1"
 
-    def _atom_text(self, atom: Atom, names: dict[Atom, str]) -> str:
+    def _format_atom(self, atom: Atom, names: dict[Atom, str]) -> str:
         if atom.segments is not None:
-            return "(" + " + ".join(self.text(s, names) for s in self.sections(atom)) + ")"
+            return "(" + " + ".join(self.format(s, names) for s in self.list_segments(atom)) + ")"
         return names.get(atom, str(atom.size))
 
 
@@ -406,7 +406,7 @@ def _list_boundaries(forest: Forest, atom: Atom) -> list[int]:
     """The inner boundaries of a sum of static segments."""
     out: list[int] = []
     position = 0
-    for section in forest.sections(atom)[:-1]:
+    for section in forest.list_segments(atom)[:-1]:
         position += forest.size(section).static or 0
         out.append(position)
     return out

@@ -163,7 +163,7 @@ class Conversion:
         """Whether it adds what the ranks have, forward or backward."""
         return self.forward.sums or self.backward.sums
 
-    def reversed(self) -> "Conversion":
+    def reverse(self) -> "Conversion":
         """The backward pass as a conversion."""
         return Conversion(self.op, self.backward, self.forward)
 

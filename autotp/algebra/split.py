@@ -146,30 +146,30 @@ class Split:
 
     def is_exact(self, ranks: int) -> bool:
         """Whether each element is held by one rank only."""
-        return all(self.copies(s, ranks) == 1 for s in self.segments)
+        return all(self.count_copies(s, ranks) == 1 for s in self.segments)
 
-    def copies(self, piece: Segment, ranks: int) -> int:
+    def count_copies(self, piece: Segment, ranks: int) -> int:
         """How many ranks hold each element of a segment."""
         return ranks // prod([e.parts or ranks for e in self.cuts(piece)])
 
-    def peers(self, piece: Segment, rank: int, ranks: int) -> Peers:
+    def find_peers(self, piece: Segment, rank: int, ranks: int) -> Peers:
         """The ranks that hold what `rank` holds of a segment."""
         cuts = self.cuts(piece)
         own = [e.at(rank, ranks) for e in cuts]
         same = [r for r in range(ranks) if [e.at(r, ranks) for e in cuts] == own]
         return Peers(same[0], len(same), same[1] - same[0] if len(same) > 1 else 1)
 
-    def copied(self, ranks: int) -> dict[Peers, int]:
+    def count_shared(self, ranks: int) -> dict[Peers, int]:
         """Of what rank 0 holds, the elements that it shares, by the ranks that hold them too."""
         found: dict[Peers, int] = {}
         for piece in self.segments:
-            peers = self.peers(piece, 0, ranks)
+            peers = self.find_peers(piece, 0, ranks)
             if peers.count > 1:
                 length = self.local_outer(0, ranks) * piece.local_length(0, ranks)
                 found[peers] = found.get(peers, 0) + length
         return found
 
-    def whole(self) -> int:
+    def count_replicated(self) -> int:
         """The number of elements that every rank holds."""
         return self.outer * sum(s.length() for s in self.segments if not self.cuts(s))
 

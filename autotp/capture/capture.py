@@ -20,8 +20,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autotp.capture.cache import CacheState, flatten_caches, list_caches, rebuild_caches
-from autotp.capture.clean import clean_graph, retarget_graph
-from autotp.capture.exported_graph import decompose_program, flatten_program, find_mutated
+from autotp.capture.clean import clean_graph
+from autotp.capture.exported_graph import decompose_program, find_mutated, flatten_program
 from autotp.capture.failure import explain_failure, shorten_error, silence_torch
 from autotp.capture.functionalize import functionalise_graph, has_vmap
 from autotp.capture.inputs import (
@@ -29,35 +29,34 @@ from autotp.capture.inputs import (
     find_data_axes,
     find_longest_input,
     order_inputs,
-    make_example_inputs,
     resize_for_trace,
 )
 from autotp.capture.program import Carried, Guard, Program, find_first_broken, name_leaves
-from autotp.capture.repairs.attributes import restore_attributes, refuse_kept_state
-from autotp.capture.repairs.branches import Branch, record_branches, build_semantic_guards
+from autotp.capture.repairs.attributes import refuse_kept_state, restore_attributes
+from autotp.capture.repairs.branches import Branch, build_semantic_guards, record_branches
 from autotp.capture.repairs.cached_forward import (
-    list_cache_outputs,
-    learn_cache_dims,
     copy_fixed_states,
-    tie_lengths,
+    learn_cache_dims,
+    list_cache_outputs,
     remove_length_branches,
+    tie_lengths,
 )
 from autotp.capture.repairs.functions import (
     ExportAgain,
     keep_own_backwards,
     refuse_sparse_gradients,
 )
-from autotp.capture.repairs.hooks import refuse_backward_hooks, record_baked_hooks
+from autotp.capture.repairs.hooks import record_baked_hooks, refuse_backward_hooks
 from autotp.capture.repairs.opaque import AppliedFunction
 from autotp.capture.repairs.values import (
     KnownValues,
+    build_value_guards,
     needs_values,
     propose_known,
-    build_value_guards,
 )
 from autotp.errors import CaptureError
 
-__all__ = ["capture", "make_example_inputs", "retarget_graph"]
+__all__ = ["capture"]
 
 FREEDOMS = (
     frozenset({"batch", "sequence", "decoder", "past", "kept"}),

@@ -4,7 +4,8 @@ import ctypes
 import gc
 import linecache
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import fx
@@ -17,9 +18,12 @@ __all__ = ["release_memory"]
 _TRACED = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 
 
-@torch.compiler.disable  # what calls it may be compiled
 def release_memory() -> None:
     """Return freed memory to the system, where it would otherwise stay with the rank for good."""
+    _untraced()
+
+
+def _release() -> None:
     getattr(proxy_tensor, _TRACED, dict[int, object]()).clear()
     gc.collect()
     _forget_sources()
@@ -27,6 +31,10 @@ def release_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, others may not
         if trim is not None:
             trim(0)
+
+
+_untraced = cast("Callable[[], None]", torch.compiler.disable(_release))
+"""A compiler that meets a capture must not trace this: it would take half a minute."""
 
 
 def _forget_sources() -> None:

@@ -300,7 +300,8 @@ def _is_none(parameter: inspect.Parameter | None) -> bool:
 def _explain_unknown(model: nn.Module, name: str, known: Mapping[str, object]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
-    return f"{type(model).__name__}: its forward does not take {name!r}, only {_quote_names(known)}. {hint}"
+    accepted = _quote_names(known)
+    return f"{type(model).__name__}: its forward does not take {name!r}, only {accepted}. {hint}"
 
 
 def _quote_names(names: Mapping[str, object] | list[str]) -> str:

@@ -164,7 +164,7 @@ class _Checker:
         """Check that a conversion moves rows by the bounds of their own axis."""
         both = (claimed, made.placement if made else claimed)
         for placement in (p for p in both if p.is_grouped):
-            groups = self.analysis.forest.row_groups(placement.partition)
+            groups = self.analysis.forest.find_row_groups(placement.partition)
             wanted = (groups and groups.bounds, placement.dim)
             bounds, dim = cast("tuple[fx.Node, int]", node.args[1:3])
             traced = self.values.get(bounds.name)
@@ -267,7 +267,7 @@ def _list_buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
         if meta.requires_grad:
             dtype = node.kwargs.get("dtype") or meta.dtype
             whole = {Peers(0, tp, 1): 0}
-            copied = Split.decode(cut[1:]).copied(tp) if cut else whole
+            copied = Split.decode(cut[1:]).count_shared(tp) if cut else whole
             found |= {(dtype, peers) for peers in copied}
     return found
 

@@ -48,7 +48,7 @@ def _list_collectives(
             continue
         shares = {everyone: Fraction(1)}
         if split is not None:
-            copied = split.copied(to.tp)
+            copied = split.count_shared(to.tp)
             shares = {p: Fraction(n, split.length()) for p, n in copied.items()}
         for peers, share in shares.items():
             moved.setdefault((choose_sum_dtype(meta.dtype, to.reduce_dtype), peers), []).append(

@@ -49,7 +49,7 @@ class Site:
 
     def is_split(self, dim: Dim) -> bool:
         """Whether the strategy shards an axis of `dim`."""
-        return bool(self.forest.present((dim,), self.partition).parts)
+        return bool(self.forest.restrict((dim,), self.partition).parts)
 
     def list_split_dims(self, placement: Placement, dims: tuple[Dim, ...]) -> list[int]:
         """The numbers of the sharded dims of a value in `placement`."""
@@ -159,7 +159,7 @@ def squeeze(site: Site) -> fx.Node:
     dims = site.use.operands[0].dims
     _, named = site.find_argument("dim")
     listed = range(len(dims)) if named is None else [named] if isinstance(named, int) else named
-    gone = [d % len(dims) for d in listed if not site.forest.flat(dims[d])]
+    gone = [d % len(dims) for d in listed if not site.forest.flatten(dims[d])]
     target = aten.squeeze.dims
     args = (site.args[0], gone)
     return site.graph.create_node("call_function", target, args, name=site.use.node.name)

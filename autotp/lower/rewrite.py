@@ -215,7 +215,7 @@ class _Writer:
         return new
 
     def _is_uneven(self, partition: Partition) -> bool:
-        axes = [(self.forest.named(p.axis), p.parts) for p in partition.parts]
+        axes = [(self.forest.find_axis(p.axis), p.parts) for p in partition.parts]
         cut = [(a.size.coefficient, parts) for a, parts in axes if not a.groups]
         return any(size % (parts or self.target.tp) for size, parts in cut)
 
@@ -272,7 +272,7 @@ class _Writer:
         if placement.kind != "SS":
             return [placement]
         cut = placement.partition
-        places = [d for d, dim in enumerate(dims) if self.forest.present((dim,), cut).parts]
+        places = [d for d, dim in enumerate(dims) if self.forest.restrict((dim,), cut).parts]
         return [Placement("S", d, cut) for d in places]
 
     def _convert(self, value: Value, wanted: Placement, *, keep: bool, reader: fx.Node) -> fx.Node:
@@ -313,7 +313,7 @@ class _Writer:
         meta = (self.analysis.metas[value],)
         where = self.causes.describe_place(value[0] if forward else reader)
         cut = source if source.is_split else target
-        shares = (self.forest.padding(cut.partition, self.target.tp),)
+        shares = (self.forest.compute_padding(cut.partition, self.target.tp),)
         if forward:
             axes = self.causes.list_forward_axes(value, source, target)
             self.noted.append(
@@ -336,7 +336,7 @@ class _Writer:
 
     def _find_bounds(self, dim: Dim) -> fx.Node:
         """The new node of the bounds by which a dim's rows are grouped."""
-        groups = self.forest.flat(dim)[0].groups
+        groups = self.forest.flatten(dim)[0].groups
         assert groups, "rows are grouped by their bounds"
         node = self.named[groups.bounds]
         value = find_source(node)
@@ -432,8 +432,8 @@ class Causes:
     def _list_axes(self, placement: Placement) -> tuple[str, ...]:
         """The axes along which a value is sharded; with grouped rows, also their groups' axis."""
         forest = self.analysis.forest
-        axes = [forest.named(name) for name in placement.partition.axes]
-        groups = [forest.named(a.groups.axis) for a in axes if a.groups]
+        axes = [forest.find_axis(name) for name in placement.partition.axes]
+        groups = [forest.find_axis(a.groups.axis) for a in axes if a.groups]
         return tuple(a.name for a in (*axes, *groups))
 
     def describe_place(self, node: fx.Node) -> str:

@@ -153,7 +153,7 @@ class OverrideConstraint:
         """Every way to shard the parameter along one of its axes, at any tp."""
         analysis = self.layouts.analysis
         for number, dim in enumerate(analysis.dims[(analysis.parameters[self.name], 0)]):
-            for axis in analysis.forest.leaves(dim):
+            for axis in analysis.forest.list_leaves(dim):
                 if axis.is_splittable:
                     yield split(number, axis.name), axis
 
@@ -164,7 +164,7 @@ class OverrideConstraint:
             if placement.is_split:
                 cut = self.layouts.name_layout(self.name, placement), placement.dim
                 names = placement.partition.axes
-                axes.setdefault(cut, []).extend(forest.named(name) for name in names)
+                axes.setdefault(cut, []).extend(forest.find_axis(name) for name in names)
         cuts = (
             f"{of} (dim {dim}, its axis {self._name_axes(found)})"
             for (of, dim), found in axes.items()

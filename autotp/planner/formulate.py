@@ -159,7 +159,7 @@ class _Formulation:
 
     def _is_bounded(self, node: Any, strategy: Strategy) -> bool:
         """Whether rows are grouped by bounds that are known where the node stands."""
-        groups = self.analysis.forest.row_groups(strategy.partition)
+        groups = self.analysis.forest.find_row_groups(strategy.partition)
         return groups is None or self.order[groups.bounds] < self.order[node.name]
 
     # ── variables ────────────────────────────────────────────────────────────────────────────
@@ -296,7 +296,7 @@ class _Formulation:
     def _find_padding(self, partition: Partition) -> Fraction:
         found = self.paddings.get(partition)
         if found is None:
-            found = self.analysis.forest.padding(partition, self.terms.tp)
+            found = self.analysis.forest.compute_padding(partition, self.terms.tp)
             self.paddings[partition] = found
         return found
 
@@ -427,7 +427,7 @@ class WeightCosts:
         if home and home.isdisjoint(placement.partition.axes):
             off = size
         elif home and split is not None:  # segments without the axis stay whole
-            off = size * split.whole() // split.length()
+            off = size * split.count_replicated() // split.length()
         summed = self.terms.summed(self.analysis.metas[value])
         return WeightCost(
             off,
@@ -461,7 +461,7 @@ class WeightCosts:
             return self._estimate_transfer_time(size, self.terms.tp)
         if placement.kind != "S~" or split is None:
             return 0
-        shared = split.copied(self.terms.tp).items()
+        shared = split.count_shared(self.terms.tp).items()
         return sum(
             self._estimate_transfer_time(size * n // split.length(), p.count) for p, n in shared
         )

@@ -104,7 +104,7 @@ class Layouts:
     def _is_contracted_along(self, name: str, axes: tuple[str, ...]) -> bool:
         for use, k in self.analysis.list_parameter_readers(name):
             for factor in use.rule.factors:
-                leaves = {a.name for a in self.analysis.forest.leaves(factor.dim)}
+                leaves = {a.name for a in self.analysis.forest.list_leaves(factor.dim)}
                 if leaves.intersection(axes) and any(s == k for s, _ in factor.slots):
                     return factor.kind == "reduce"
         return False

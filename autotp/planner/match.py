@@ -98,7 +98,7 @@ class _PairFinder:
             for atom in self._list_produced_axes(use, k):
                 if self._open_axis(use, atom, names):
                     self.produced.add(atom)
-            for atom in self.forest.leaves(use.rule.extra.get("groups", ((),))[0]):
+            for atom in self.forest.list_leaves(use.rule.extra.get("groups", ((),))[0]):
                 self._open_axis(use, atom, names)
 
     def _open_axis(self, use: Use, atom: Atom, names: tuple[str, ...]) -> bool:
@@ -144,13 +144,13 @@ class _PairFinder:
             weights = all(use.operands[s].value in self.analysis.weights for s in operands)
             if factor.kind == "pass" and k in operands and weights:
                 yield from dict.fromkeys(
-                    a for a in self.forest.leaves(factor.dim) if a.is_splittable
+                    a for a in self.forest.list_leaves(factor.dim) if a.is_splittable
                 )
 
     def _list_embedding_axes(self, use: Use, k: int) -> Iterable[Atom]:
         for factor in use.rule.factors:
             if factor.kind == "reduce" and any(s == k for s, _ in factor.slots):
-                yield from (a for a in self.forest.leaves(factor.dim) if a.is_splittable)
+                yield from (a for a in self.forest.list_leaves(factor.dim) if a.is_splittable)
 
     # ── the walk ─────────────────────────────────────────────────────────────────────────────
 
@@ -222,7 +222,7 @@ class _PairFinder:
     def _list_family_axes(self, use: Use, k: int) -> list[tuple[Atom, ...]]:
         """Static axes that share a dim of operand `k`: factors of one head dim."""
         dims = use.operands[k].dims
-        groups = [tuple(a for a in self.forest.leaves(d) if a.is_splittable) for d in dims]
+        groups = [tuple(a for a in self.forest.list_leaves(d) if a.is_splittable) for d in dims]
         return [g for g in groups if len(g) > 1]
 
     def _list_parameters(self, value: Value) -> tuple[str, ...]:
@@ -272,7 +272,10 @@ class _PairFinder:
         for name in (n for a in axes for n in self.openers[a]):
             node = self.analysis.parameters[name]
             order = [
-                a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d) if a in axes
+                a
+                for d in self.analysis.dims[(node, 0)]
+                for a in self.forest.list_leaves(d)
+                if a in axes
             ]
             if len(set(order)) == len(axes):
                 return tuple(dict.fromkeys(order))
@@ -340,8 +343,10 @@ class _PairFinder:
         axes: attention and MLP in one projection.
         """
         dims = self.analysis.dims[(self.analysis.parameters[name], 0)]
-        sums = (a for dim in dims for a in self.forest.flat(dim) if a.segments is not None)
-        sections = [set(self.forest.leaves(s)) for a in sums for s in self.forest.sections(a)]
+        sums = (a for dim in dims for a in self.forest.flatten(dim) if a.segments is not None)
+        sections = [
+            set(self.forest.list_leaves(s)) for a in sums for s in self.forest.list_segments(a)
+        ]
         kept = [settled]
         for pair in sorted(pairs, key=lambda p: (-weight[p], p.axes[0].number)):
             if name in pair.openers or name in pair.closers:
@@ -379,7 +384,7 @@ class _PairFinder:
 
     def _list_home_axes(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
         node = self.analysis.parameters[name]
-        leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)]
+        leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.list_leaves(d)]
         if name in self.embeddings - self.heads:  # a tied table follows its head
             return tuple(dict.fromkeys(a for a in leaves if a.is_splittable))
         return tuple(a for a in pair.axes if a in leaves)
@@ -405,10 +410,10 @@ def count_carried_bytes(analysis: Analysis, name: str, axes: tuple[Atom, ...]) -
 
 
 def _find_share(forest: Forest, dim: Dim, axes: tuple[Atom, ...]) -> Fraction:
-    flat = forest.flat(dim)
+    flat = forest.flatten(dim)
     if any(atom in axes for atom in flat):
         return Fraction(1)
-    sums = [forest.sections(a) for a in flat if a.segments is not None]
+    sums = [forest.list_segments(a) for a in flat if a.segments is not None]
     return max((_mix_shares(forest, sections, axes) for sections in sums), default=Fraction(0))
 
 

@@ -48,14 +48,14 @@ def _find_expert_biases(analysis: Analysis, experts: set[Atom]) -> dict[str, Ato
         for factor in (f for f in use.rule.factors if f.grouped and f.kind == "reduce"):
             node = use.operands[factor.slots[0][0]].value[0]
             if str(node.target) in analysis.parameters:
-                found.update((str(node.target), a) for a in analysis.forest.flat(factor.dim))
+                found.update((str(node.target), a) for a in analysis.forest.flatten(factor.dim))
     return found
 
 
 def _list_axes(analysis: Analysis, name: str) -> dict[Atom, None]:
     """The axes that are whole dims of a parameter."""
     dims = analysis.dims[(analysis.parameters[name], 0)]
-    flat = [analysis.forest.flat(dim) for dim in dims]
+    flat = [analysis.forest.flatten(dim) for dim in dims]
     return dict.fromkeys(dim[0] for dim in flat if len(dim) == 1 and dim[0].is_splittable)
 
 
@@ -79,4 +79,4 @@ def _find_expert_axes(analysis: Analysis, use: Use, k: int) -> Iterator[Atom]:
     for own, factor in slots:
         batch = factor.kind == "pass" and own & active
         if k in own and (batch or factor.grouped):
-            yield from (a for a in analysis.forest.flat(factor.dim) if a.is_splittable)
+            yield from (a for a in analysis.forest.flatten(factor.dim) if a.is_splittable)

@@ -33,7 +33,7 @@ def _list_embedding_rows(analysis: Analysis) -> Iterator[Atom]:
     for use in analysis.uses.values():
         for factor in use.rule.factors if use.rule.emit == "lookup" else ():
             if factor.kind == "reduce":
-                yield from analysis.forest.leaves(factor.dim)
+                yield from analysis.forest.list_leaves(factor.dim)
 
 
 def factor_pair(pair: AxisPair, tp: int) -> Partition | None:
@@ -73,12 +73,12 @@ def _find_joint_partitions(analysis: Analysis, matching: Matching, tp: int) -> I
             if len(cuts) > 1 and all(cuts):
                 parts = tuple(part for cut in cuts if cut for part in cut.parts)
                 if len({p.axis for p in parts}) == len(parts):
-                    yield forest.present((dim,), Partition(parts))
+                    yield forest.restrict((dim,), Partition(parts))
 
 
 def _partition_section(analysis: Analysis, section: Dim, tp: int) -> Partition | None:
     """How a segment of no pair is cut beside those of pairs: along an axis that `tp` divides."""
-    leaves = (a for a in analysis.forest.leaves(section) if not a.data)
+    leaves = (a for a in analysis.forest.list_leaves(section) if not a.data)
     return next((Partition((Part(a.name),)) for a in leaves if _divides(a, tp)), None)
 
 
@@ -87,15 +87,15 @@ def _divides(axis: Atom, tp: int) -> bool:
 
 
 def _list_sections(analysis: Analysis, dim: Dim) -> Iterator[Dim]:
-    for atom in analysis.forest.flat(dim):
+    for atom in analysis.forest.flatten(dim):
         if atom.segments is not None:
-            yield from analysis.forest.sections(atom)
+            yield from analysis.forest.list_segments(atom)
 
 
 def _list_pairs(
     analysis: Analysis, section: Dim, of_axis: dict[Atom, AxisPair]
 ) -> Iterator[AxisPair]:
-    for leaf in analysis.forest.leaves(section):
+    for leaf in analysis.forest.list_leaves(section):
         if leaf in of_axis:
             yield of_axis[leaf]
 

@@ -49,7 +49,7 @@ def _check_forest(analysis: Analysis) -> Iterator[str]:
         if atom.parts is not None and forest.size(atom.parts) != atom.size:
             yield (
                 f"axis {atom.name} of size {atom.size} is a product of size "
-                f"{forest.size(atom.parts)}: {forest.text(atom.parts)}"
+                f"{forest.size(atom.parts)}: {forest.format(atom.parts)}"
             )
         if atom.segments is not None and _sum_sizes(forest, atom.segments) not in (None, atom.size):
             yield (
@@ -99,7 +99,7 @@ def _check_dims(analysis: Analysis) -> Iterator[str]:
         if found != wanted:
             yield (
                 f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but its dims "
-                f"have sizes {_format_sizes(found)}: {', '.join(forest.text(d) for d in dims)}"
+                f"have sizes {_format_sizes(found)}: {', '.join(forest.format(d) for d in dims)}"
             )
 
 
@@ -136,7 +136,7 @@ class _RuleReader:
             if any(not 0 <= k < count for k in numbers):
                 yield f"its rule speaks of operands {sorted(numbers)}, but it has {count}"
         for factor in use.rule.factors:
-            text = f"{factor.kind} factor {self.analysis.forest.text(factor.dim)}"
+            text = f"{factor.kind} factor {self.analysis.forest.format(factor.dim)}"
             yield from (f"{text}: {reason}" for reason in self._check_factor(use, factor))
 
     def _check_operand(self, use: Use, operand: Operand) -> Iterator[str]:
@@ -177,7 +177,7 @@ class _RuleReader:
                 forest = self.analysis.forest
                 yield (
                     f"of size {forest.size(factor.dim)} is at {_describe_slot(slot)}, which is "
-                    f"{forest.text(dim)} of size {forest.size(dim)}"
+                    f"{forest.format(dim)} of size {forest.size(dim)}"
                 )
 
     def _agree(self, factor: Dim, dim: Dim) -> bool:
@@ -186,13 +186,13 @@ class _RuleReader:
         if one == other:
             return True
         forest = self.analysis.forest
-        ours, theirs = set(forest.leaves(factor)), set(forest.leaves(dim))
+        ours, theirs = set(forest.list_leaves(factor)), set(forest.list_leaves(dim))
         return ours <= theirs or theirs <= ours
 
     def _flat(self, dim: Dim) -> Dim:
         found = self.flat.get(dim)
         if found is None:
-            found = self.flat[dim] = self.analysis.forest.flat(dim)
+            found = self.flat[dim] = self.analysis.forest.flatten(dim)
         return found
 
 
@@ -295,7 +295,7 @@ class _Roles:
                     names[(use.node, number)] = set[str]().union(*read)
             for factor in use.rule.factors:
                 found = contracted if factor.kind == "reduce" else produced
-                axes = set(analysis.forest.leaves(factor.dim))
+                axes = set(analysis.forest.list_leaves(factor.dim))
                 for name in {n for s, _ in factor.slots if s >= 0 for n in read[s]}:
                     found[name] |= axes
         return _Roles(analysis, produced, contracted)
@@ -303,7 +303,7 @@ class _Roles:
     def list_dims(self, name: str) -> list[Dim]:
         """The dims of a parameter."""
         return [
-            self.analysis.forest.flat(dim)
+            self.analysis.forest.flatten(dim)
             for dim in self.analysis.dims[(self.analysis.parameters[name], 0)]
         ]
 
@@ -333,7 +333,7 @@ class _Roles:
         if name not in self.analysis.parameters:
             yield "is not a parameter of the graph"
             return
-        own = {a for dim in self.list_dims(name) for a in self.analysis.forest.leaves(dim)}
+        own = {a for dim in self.list_dims(name) for a in self.analysis.forest.list_leaves(dim)}
         strange = [axis.name for axis in axes if axis not in own]
         if strange:
             yield f"its home axes {', '.join(strange)} are none of its own"
@@ -451,7 +451,7 @@ def _check_domains(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
             ):
                 yield (
                     f"parameter {name} may be placed {placement}, but its dims are "
-                    f"{', '.join(analysis.forest.text(d) for d in dims)}"
+                    f"{', '.join(analysis.forest.format(d) for d in dims)}"
                 )
 
 

@@ -110,7 +110,7 @@ class _Reader:
     def _define_parameter(self, node: fx.Node) -> None:
         meta = cast(torch.Tensor, node.meta["val"])
         value = (node, 0)
-        self._define(value, meta, tuple(self.forest.dim(s) for s in self.sizes.read(meta)))
+        self._define(value, meta, tuple(self.forest.add_dim(s) for s in self.sizes.read(meta)))
         self.analysis.parameters[str(node.target)] = node
         self.analysis.weights.add(value)
         if meta.is_floating_point():
@@ -123,7 +123,9 @@ class _Reader:
         kept = node.target in self.cache_inputs and meta.is_floating_point() and 0 not in meta.shape
         if meta.requires_grad or kept:
             data = self.data.get(str(node.target), set())
-            dims = [self.forest.dim(s, data=i in data) for i, s in enumerate(self.sizes.read(meta))]
+            dims = [
+                self.forest.add_dim(s, data=i in data) for i, s in enumerate(self.sizes.read(meta))
+            ]
             self._define((node, 0), meta, tuple(dims))
         if meta.requires_grad:
             self.analysis.differentiable.add((node, 0))
@@ -158,7 +160,7 @@ class _Reader:
             data = (
                 self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()
             )
-            dims = tuple(self.forest.dim(s, data=i in data) for i, s in enumerate(sizes))
+            dims = tuple(self.forest.add_dim(s, data=i in data) for i, s in enumerate(sizes))
         return Operand(value, dims, argument, item)
 
     def _describe_call(
@@ -199,7 +201,7 @@ class _Reader:
             self.analysis.unruled.append(node)
         count = max(metas, default=-1) + 1
         results = [
-            tuple(self.forest.dim(s) for s in self.sizes.read(metas[k])) if k in metas else ()
+            tuple(self.forest.add_dim(s) for s in self.sizes.read(metas[k])) if k in metas else ()
             for k in range(count)
         ]
         factors = [

@@ -101,7 +101,7 @@ class _StrategyMaker:
         """What may be cut, with the number of the first factor that has it."""
         joint = dict.fromkeys(self.offers.joint)
         for number, factor in enumerate(self.rule.factors):
-            leaves = dict.fromkeys(self.forest.leaves(factor.dim))
+            leaves = dict.fromkeys(self.forest.list_leaves(factor.dim))
             for axis in leaves:
                 if self._divides(axis):
                     yield number, Partition((Part(axis.name),))
@@ -116,7 +116,11 @@ class _StrategyMaker:
         """Grouped rows cut together with all that is cut by their groups."""
         of, bounds = rows.groups.axis if rows.groups else "", rows.groups and rows.groups.bounds
         along = [f.dim for f in self.rule.factors if f.grouped == bounds]
-        groups = [a for dim in ((self.forest.named(of),), *along) for a in self.forest.leaves(dim)]
+        groups = [
+            a
+            for dim in ((self.forest.find_axis(of),), *along)
+            for a in self.forest.list_leaves(dim)
+        ]
         groups = list(dict.fromkeys(a for a in groups if a is not rows))
         if all(self._divides(axis) for axis in groups):
             yield number, Partition(tuple(Part(a.name) for a in (rows, *groups)))
@@ -134,7 +138,7 @@ class _StrategyMaker:
 
     def split_factor(self, number: int, partition: Partition) -> Strategy | None:
         """The strategy that cuts `partition` in factor `number`, or None if it is illegal."""
-        rows = self.forest.grouped_rows(partition)
+        rows = self.forest.find_grouped_rows(partition)
         bounds = rows.groups.bounds if rows and rows.groups else None
         touched = self._find_split_factors(number, partition)
         kinds = ["pass" if f.grouped and f.grouped == bounds else f.kind for f in touched]
@@ -162,7 +166,7 @@ class _StrategyMaker:
     def _find_split_factors(self, number: int, partition: Partition) -> list[Factor]:
         """Factor `number`, and those with the axes that it lacks."""
         first = self.rule.factors[number]
-        rest = partition.without(self.forest.present((first.dim,), partition).axes)
+        rest = partition.without(self.forest.restrict((first.dim,), partition).axes)
         others = [f for f in self.rule.factors if f is not first and self._has_axes(f.dim, rest)]
         return [first, *others]
 
@@ -176,7 +180,7 @@ class _StrategyMaker:
             cut = [d for d, dim in enumerate(dims) if self._has_axes(dim, partition)]
             found = [d for d in cut if (slot, d) in slots]
             if any(self.forest.contains(dims[d], rows) for d in found):
-                alone = len(found) == 1 and self.forest.flat(dims[found[0]]) == (rows,)
+                alone = len(found) == 1 and self.forest.flatten(dims[found[0]]) == (rows,)
                 own = Partition((Part(rows.name),))
                 return Placement("G", found[0], own) if alone else None
             if slot < 0 or (not found and self.place_operand_without(slot) == SHARED):
@@ -186,7 +190,7 @@ class _StrategyMaker:
         return place
 
     def _has_axes(self, dim: Dim, partition: Partition) -> bool:
-        return bool(partition.parts) and bool(self.forest.present((dim,), partition).parts)
+        return bool(partition.parts) and bool(self.forest.restrict((dim,), partition).parts)
 
     def _split_dims(self, factor: Factor, partition: Partition) -> Iterator[Split | None]:
         """The cut of each dim of `factor`; None for a dim that cannot be."""
@@ -222,7 +226,7 @@ class _StrategyMaker:
         ]
         if not cut:
             return self._place_without(slot)
-        here = self.forest.present([dims[d] for d in cut], partition)
+        here = self.forest.restrict([dims[d] for d in cut], partition)
         splits = [self.forest.split(dims[d], here) for d in cut]
         if any(s is None for s in splits) or len(cut) > 2:
             return None
@@ -234,7 +238,7 @@ class _StrategyMaker:
 
     def _count_shards(self, split: Split) -> int:
         """In how many parts all segments of a dim are cut; 0 if not all in as many."""
-        copies = {split.copies(s, self.tp) for s in split.segments}
+        copies = {split.count_copies(s, self.tp) for s in split.segments}
         return self.tp // copies.pop() if len(copies) == 1 else 0
 
     def _place_without(self, slot: int) -> Placement:

@@ -90,7 +90,7 @@ class ParameterRecord:
         if self.dim is None:
             return self.bytes
         split = Split.decode(self.split)
-        return self.bytes * split.whole() // split.length()
+        return self.bytes * split.count_replicated() // split.length()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Whether a sharded model equals the whole one, and if not, which node is the first wrong one."""
+"""Whether a sharded model equals the unsharded one, and if not, which node first differs."""
 
 from autotp.verification.verify import compare_ranks
 

@@ -1,17 +1,17 @@
-"""How far the ranks' tensors are from the whole one, given how a value lies over the ranks.
+"""How far the ranks' tensors are from the unsharded one, given the placement of a value.
 
-A placement is a claim about every rank's tensor, forward and backward:
+A placement is a claim about the tensors of all ranks, forward and backward. The unsharded tensor is
 
-             the values                   the gradients
-    R        each is the whole            each is the whole
-    R~       each is the whole            their sum is
-    P        their sum is                 each is the whole
-    S        joined they are              joined they are
+             for values                   for gradients
+    R        each                         each
+    R~       each                         the sum
+    P        the sum                      each
+    S        the concatenation            the concatenation
 
-Of the other kinds nothing is said here: what the values are, or the gradients, depends on which
-ranks hold copies (S~), on two dims (SS) or on other values (G). What they become is compared.
+The other kinds are not compared: their values or gradients depend on which ranks have copies (S~),
+on two dims (SS) or on other values (G). The values computed from them are compared.
 
-A gradient thus lies as a value of the dual kind does.
+A gradient is thus placed as a value of the dual kind.
 """
 
 import math
@@ -28,29 +28,36 @@ from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.runtime.ops.blocks import concatenate_shards
 
-__all__ = ["CLAIMS", "GRADIENT_KINDS", "Claim", "Difference", "measure_difference", "find_disagreement"]
+__all__ = [
+    "CLAIMS",
+    "GRADIENT_KINDS",
+    "Claim",
+    "Difference",
+    "measure_difference",
+    "find_disagreement",
+]
 
-Claim: TypeAlias = Literal["each", "sum", "join"]
+Claim: TypeAlias = Literal["each", "sum", "concatenation"]
 """Which tensor made from the ranks' own is the whole one: each of them, their sum, their join."""
 
-CLAIMS: Mapping[Kind, Claim] = {"R": "each", "R~": "each", "P": "sum", "S": "join"}
+CLAIMS: Mapping[Kind, Claim] = {"R": "each", "R~": "each", "P": "sum", "S": "concatenation"}
 GRADIENT_KINDS: Mapping[Kind, Kind] = {"R": "R", "R~": "P", "P": "R", "S": "S"}
-"""How the gradient of a value lies."""
+"""For each placement, that of the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far a tensor is from the whole model's.
+    """How far a tensor is from that of the unsharded model.
 
-    - `absolute`: the largest difference; `relative`: that over the largest value of the whole.
-    - `whole`, `found`: both values where they differ most; `rank`: who found it, -1 for all.
-    - `reason`: why they cannot be compared; empty when they can.
+    - `absolute`: the largest difference; `relative`: that, divided by the largest expected value.
+    - `expected`, `actual`: both values where they differ most; `rank`: which has it, -1 for all.
+    - `reason`: why they cannot be compared; empty if they can.
     """
 
     absolute: float
     relative: float
-    whole: float = math.nan
-    found: float = math.nan
+    expected: float = math.nan
+    actual: float = math.nan
     rank: int = -1
     reason: str = ""
 
@@ -60,29 +67,29 @@ class Difference:
             return self.reason
         who = f"rank {self.rank} has" if self.rank >= 0 else "the ranks have"
         return (
-            f"{who} {self.found:.6g} where the whole model has {self.whole:.6g} "
+            f"{who} {self.actual:.6g} where the unsharded model has {self.expected:.6g} "
             f"({self.relative:.1e} of the largest value)"
         )
 
 
 def measure_difference(
-    whole: Tensor, found: Tensor, *, rank: int = -1, floor: float = 0.0
+    expected: Tensor, actual: Tensor, *, rank: int = -1, floor: float = 0.0
 ) -> Difference:
-    """How far `found` is from `whole`; NaN on one side only is infinitely far.
+    """How far `actual` is from `expected`; NaN on one side only is infinitely far.
 
-    Constraints: what is smaller than `floor` everywhere is compared with `floor`.
+    - `floor`: the least divisor of a relative difference.
     """
-    if (whole.shape, whole.dtype) != (found.shape, found.dtype):
-        sides = [f"{tuple(x.shape)} {dtype_name(x.dtype)}" for x in (whole, found)]
+    if (expected.shape, expected.dtype) != (actual.shape, actual.dtype):
+        sides = [f"{tuple(x.shape)} {dtype_name(x.dtype)}" for x in (expected, actual)]
         return Difference(
             math.inf,
             math.inf,
             rank=rank,
-            reason=f"the whole model has {sides[0]}, found {sides[1]}",
+            reason=f"the unsharded model has {sides[0]}, the ranks have {sides[1]}",
         )
-    if not whole.numel():
+    if not expected.numel():
         return Difference(0.0, 0.0)
-    first, second = _flatten(whole), _flatten(found)
+    first, second = _flatten(expected), _flatten(actual)
     gaps = (first - second).abs()
     gaps = gaps.masked_fill((first == second) | (first.isnan() & second.isnan()), 0.0)
     gaps = gaps.nan_to_num(math.inf, math.inf)
@@ -94,39 +101,32 @@ def measure_difference(
 
 
 def find_disagreement(
-    whole: Tensor,
-    parts: Sequence[Tensor],
+    expected: Tensor,
+    shards: Sequence[Tensor],
     claim: Claim,
     dim: int = -1,
     split: tuple[int, ...] | None = None,
     *,
     floor: float = 0.0,
 ) -> Difference:
-    """How far the ranks' `parts` are from `whole`, by a claim about them.
+    """How far the tensors of the ranks are from `expected`, by a claim about them.
 
-    Constraints: for "join", `split` is the flat form of how `dim` is cut.
+    - `split`: for a concatenation, the encoded split of `dim`.
     """
     if claim == "each":
-        found = [
-            measure_difference(whole, x, rank=rank, floor=floor) for rank, x in enumerate(parts)
+        gaps = [
+            measure_difference(expected, x, rank=rank, floor=floor) for rank, x in enumerate(shards)
         ]
-        return max(found, key=lambda one: one.relative)
+        return max(gaps, key=lambda gap: gap.relative)
     try:
-        total = (
-            _sum_shards(parts)
-            if claim == "sum"
-            else concatenate_shards(parts, dim, Split.decode(split or ()))
-        )
+        if claim == "sum":
+            actual = sum(shards[1:], shards[0])
+        else:
+            actual = concatenate_shards(shards, dim, Split.decode(split or ()))
     except (PlanError, RuntimeError) as error:
-        return Difference(math.inf, math.inf, reason=f"the ranks' parts do not fit: {error}")
-    return measure_difference(whole, total, floor=floor)
-
-
-def _sum_shards(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+        reason = f"the ranks' tensors do not fit together: {error}"
+        return Difference(math.inf, math.inf, reason=reason)
+    return measure_difference(expected, actual, floor=floor)
 
 
 def _flatten(x: Tensor) -> Tensor:

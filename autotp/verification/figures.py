@@ -1,4 +1,4 @@
-"""The figures of one comparison: each output and each parameter's gradient, whole against ranks."""
+"""The figures of one comparison: each output and gradient, ranks against the unsharded model."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ __all__ = ["Quantity", "Figures", "measure_gaps"]
 
 
 class Quantity(NamedTuple):
-    """What a figure is about."""
+    """What a figure measures: an output or a gradient."""
 
     kind: Literal["output", "gradient"]
     name: str
@@ -29,29 +29,29 @@ class Quantity(NamedTuple):
 
 @dataclass(slots=True)
 class Figures:
-    """All differences of one run; `failure`: why the ranks stopped short, empty if they did not."""
+    """All differences of one run; `failure`: why the ranks could not run, empty if they did."""
 
     gaps: dict[Quantity, Difference] = field(default_factory=dict[Quantity, Difference])
     collectives: Counter[str] = field(default_factory=Counter[str])
     failure: str = ""
 
-    def beyond(self, limit: float) -> set[Quantity]:
-        """What differs by more than `limit`."""
+    def find_above(self, limit: float) -> set[Quantity]:
+        """The quantities that differ by more than `limit`."""
         return {about for about, gap in self.gaps.items() if gap.relative > limit}
 
-    def worst(self, negligible: float) -> float:
-        """The largest relative difference; gradients held to `negligible` × the largest at least.
+    def find_worst(self, negligible: float) -> float:
+        """The largest relative difference that is neither zero nor infinite.
 
-        Constraints: what differs not at all, or infinitely, is passed over.
+        Gradients are divided by at least `negligible` × the largest gradient.
         """
         finite = [(about, g) for about, g in self.gaps.items() if 0 < g.relative < math.inf]
         scales = {about: gap.absolute / gap.relative for about, gap in finite}
         floor = negligible * max((s for a, s in scales.items() if a.kind == "gradient"), default=0)
         floors = {"gradient": floor, "output": 0.0}
-        held = (gap.absolute / max(scales[about], floors[about.kind]) for about, gap in finite)
-        return max(held, default=0.0)
+        relative = (gap.absolute / max(scales[about], floors[about.kind]) for about, gap in finite)
+        return max(relative, default=0.0)
 
-    def of(self, kind: str) -> dict[str, Difference]:
+    def select(self, kind: str) -> dict[str, Difference]:
         """The differences of all outputs, or of all gradients, by name."""
         return {about.name: gap for about, gap in self.gaps.items() if about.kind == kind}
 
@@ -59,12 +59,11 @@ class Figures:
 def measure_gaps(
     whole: Results, ranks: Sequence[Results], plan: Plan | None, negligible: float
 ) -> dict[Quantity, Difference]:
-    """How far the ranks are from the whole model, in each output and gradient.
+    """How far the ranks are from the unsharded model, in each output and gradient.
 
-    Constraints:
-    - `plan` says how gradients are joined; without one each is whole on every rank.
-    - Gradients below `negligible` × the model's largest one are compared with that: some, such as
-      those of a bias before softmax, are zero but for rounding.
+    - `plan`: says how gradients are concatenated; without one, each is replicated.
+    - `negligible`: gradients below this fraction of the largest one are compared with it: some,
+      such as those of a bias before softmax, are zero except for rounding.
     """
     records = _index_records(plan)
     floor = negligible * _find_largest(whole.gradients.values())
@@ -76,12 +75,12 @@ def measure_gaps(
 
 
 def _measure_outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple[str, Difference]]:
-    """Each output's difference, on the rank where it is largest."""
+    """The difference of each output, on the rank where it is largest."""
     for name in {**whole.outputs, **ranks[0].outputs}:
         sides = [results.outputs.get(name) for results in (whole, *ranks)]
         present = [x for x in sides if x is not None]
         if len(present) < len(sides):
-            yield name, _make_infinite("it is among the outputs of one side only")
+            yield name, _make_infinite("only one side has this output")
         elif broken := _find_nonfinite(present):
             yield name, _make_infinite(broken)
         else:
@@ -95,9 +94,9 @@ def _measure_gradient(
     record: ParameterRecord | None,
     floor: float,
 ) -> Difference:
-    """One parameter's difference: of the join if it is split, on the worst rank if it is not.
+    """The difference of one gradient: of the concatenated shards, or else on the worst rank.
 
-    Constraints: no gradient counts as zeros.
+    Constraints: a missing gradient counts as zeros.
     """
     sides = [results.gradients[name] for results in (whole, *ranks)]
     like = next((x for x in sides if x is not None), None)
@@ -106,12 +105,14 @@ def _measure_gradient(
     shapes = (
         [record.shape, *(s.shape for s in record.shards)] if record else [like.shape] * len(sides)
     )
-    full, *parts = [_make_zeros(s, like) if x is None else x for x, s in zip(sides, shapes, strict=True)]
-    if broken := _find_nonfinite([full, *parts]):
+    full, *shards = [
+        _make_zeros(s, like) if x is None else x for x, s in zip(sides, shapes, strict=True)
+    ]
+    if broken := _find_nonfinite([full, *shards]):
         return _make_infinite(broken)
     if record is None or record.dim is None:
-        return find_disagreement(full, parts, "each", floor=floor)
-    return find_disagreement(full, parts, "join", record.dim, record.split, floor=floor)
+        return find_disagreement(full, shards, "each", floor=floor)
+    return find_disagreement(full, shards, "concatenation", record.dim, record.split, floor=floor)
 
 
 def _index_records(plan: Plan | None) -> dict[str, ParameterRecord]:
@@ -128,8 +129,8 @@ def _make_infinite(reason: str) -> Difference:
 
 
 def _find_nonfinite(sides: Sequence[Tensor]) -> str:
-    """Who has NaN or infinity, which are wrong even where all agree; empty if nobody has."""
-    who = ["the whole model", *(f"rank {rank}" for rank in range(len(sides) - 1))]
+    """Which side has NaN or infinity, which are wrong even if all agree; empty if none has."""
+    who = ["the unsharded model", *(f"rank {rank}" for rank in range(len(sides) - 1))]
     counts: Mapping[str, int] = {
         w: int((~x.isfinite()).sum()) for w, x in zip(who, sides, strict=True)
     }

@@ -1,4 +1,4 @@
-"""Outputs and gradients of one run, whole or sharded, as plain names and tensors."""
+"""Outputs and gradients of one run, unsharded or sharded, as plain names and tensors."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ Output: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What one rank, or the whole model, gave: outputs and gradients, each by name.
+    """The outputs and gradients of one rank, or of the unsharded model, by name.
 
     A parameter without a gradient has None.
     """
@@ -45,7 +45,7 @@ def measure_run(
 ) -> list[Results]:
     """The results of all ranks: their outputs and, with a `seed`, their parameters' gradients.
 
-    Constraints: nobody's `.grad` is touched.
+    Constraints: no `.grad` is changed.
     """
     named = [name_tensors(output) for output in outputs]
     if seed is None:
@@ -61,7 +61,7 @@ def measure_run(
 
 
 def name_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
-    """The tensors of a model's output by name: `logits`, `hidden_states.0`; `output` if bare."""
+    """The tensors of a model's output by name: `logits`, `hidden_states.0`; a lone one: `output`."""
     if isinstance(output, Tensor):
         return {name or "output": output}
     if isinstance(output, Mapping):
@@ -97,7 +97,7 @@ def list_outputs_besides_loss(program: Program) -> frozenset[str]:
 def compute_loss(output: Output, seed: int, aside: Set[str] = frozenset()) -> Tensor:
     """The model's own loss if its output has one, else a fixed random projection of the outputs.
 
-    Constraints: outputs named in `aside` do not make the model's own loss, and are projected too.
+    - `aside`: outputs that the model's own loss does not depend on; they are projected too.
     """
     own = getattr(output, "loss", None)
     has_loss = isinstance(own, Tensor) and own.requires_grad
@@ -119,9 +119,9 @@ def compute_loss(output: Output, seed: int, aside: Set[str] = frozenset()) -> Te
 
 
 def compute_gradients(losses: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of the sum of all ranks' losses for each tensor, all in one backward pass.
+    """The gradients of the sum of all ranks' losses for `tensors`, in one backward pass.
 
-    Each rank's tensors meet the other ranks' losses in joint functions only, as in processes.
+    As in real processes, a rank's tensors affect other ranks' losses only through collectives.
     """
     if not tensors:
         return []

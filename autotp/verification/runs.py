@@ -1,4 +1,4 @@
-"""The runs that a comparison needs: the whole model, its captured program, all its ranks."""
+"""The runs that a comparison needs: the unsharded model, its captured program, all its ranks."""
 
 from dataclasses import dataclass, replace
 
@@ -29,13 +29,13 @@ class Runs:
     plan: Plan
     gradients: bool
 
-    def compared(self, dtype: torch.dtype | None, negligible: float) -> Figures:
-        """The differences between the whole model and its ranks.
+    def compare(self, dtype: torch.dtype | None, negligible: float) -> Figures:
+        """The differences between the unsharded model and its ranks.
 
-        Constraints: in its own dtype the model itself runs; in another one its program does, since
-        a model's code may fix dtypes.
+        Constraints: in its own dtype the model itself runs; in another dtype its program does,
+        because the code of a model may fix dtypes.
         """
-        whole = self.model() if dtype is None else self.program(dtype)
+        whole = self.run_model() if dtype is None else self.run_program(dtype)
         try:
             run = replace(self.case, dtype=dtype).run_ranks()
             ranks = measure_run(run.outputs, run.parameters, *self._loss)
@@ -43,28 +43,30 @@ class Runs:
             return Figures(failure=str(error))
         return Figures(measure_gaps(whole, ranks, self.plan, negligible), run.collectives)
 
-    def capture_fault(self, negligible: float, tolerance: float) -> str:
-        """Why the captured program is not the model, in its own dtype; empty when it is."""
-        gaps = measure_gaps(self.model(), [self.program(None)], None, negligible)
+    def find_capture_fault(self, negligible: float, tolerance: float) -> str:
+        """How the captured program differs from the model in its own dtype; "" if it does not."""
+        gaps = measure_gaps(self.run_model(), [self.run_program(None)], None, negligible)
         worst = max(gaps, key=lambda about: gaps[about].relative)
         if gaps[worst].relative <= tolerance:
             return ""
-        return f"the captured program is not the model: {worst}: {gaps[worst]}. Capture it again"
+        return (
+            f"the captured program differs from the model: {worst}: {gaps[worst]}. Capture it again"
+        )
 
-    def model(self) -> Results:
-        """What the whole model's forward gives; hooks around it are around generated code too."""
+    def run_model(self) -> Results:
+        """The results of the model's forward, without its hooks, which generated code has too."""
         torch.manual_seed(self.case.seed)
         whole = self.case.whole
-        # a forward fills the cache that it is given: each run has one of its own
+        # a forward updates its cache in place: each run has its own copy
         inputs = pytree.tree_map(_copy_cache, dict(self.case.inputs), is_leaf=_is_cache_state)
         output = flatten_caches(whole.forward(**inputs))
         leaves = list_input_leaves(name_leaves(self.case.inputs).items())
         return measure_run([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
 
-    def program(self, dtype: torch.dtype | None) -> Results:
-        """What the captured program gives on the whole model.
+    def run_program(self, dtype: torch.dtype | None) -> Results:
+        """The results of the captured program on the unsharded model.
 
-        Constraints: raises VerifyError where a value cannot be had in `dtype`.
+        Raises VerifyError if a value cannot be computed in `dtype`.
         """
         narrow: list[str] = []
 
@@ -75,17 +77,16 @@ class Runs:
         run = replace(self.case, dtype=dtype).run_program(observe=observe)
         if narrow:
             raise VerifyError(
-                f"{narrow[0]} ({len(narrow)} values in all), computed in {dtype}: an op fixes its "
-                "dtype. Compare in the model's own dtype"
+                f"{narrow[0]} although {dtype} was requested ({len(narrow)} such values in all): "
+                "an op fixes its dtype. Compare in the model's own dtype"
             )
         return measure_run(run.outputs, run.parameters, *self._loss)[0]
 
     @property
     def _loss(self) -> tuple[int | None, frozenset[str]]:
-        """The seed of what stands for a loss, and the outputs that are no part of the model's."""
-        return self.case.seed if self.gradients else None, list_outputs_besides_loss(
-            self.case.program
-        )
+        """The seed of the random projection, and the outputs that the model's loss ignores."""
+        aside = list_outputs_besides_loss(self.case.program)
+        return self.case.seed if self.gradients else None, aside
 
 
 def _is_cache_state(value: object) -> bool:
@@ -93,7 +94,7 @@ def _is_cache_state(value: object) -> bool:
 
 
 def _copy_cache(value: object) -> object:
-    """A flat cache as a real one with tensors of its own; anything else as it is."""
+    """A flat cache as a real one with copies of the tensors; anything else unchanged."""
     if not isinstance(value, CacheState):
         return value
     return rebuild_cache(CacheState(value.spec, [leaf.clone() for leaf in value.leaves]))

@@ -1,9 +1,9 @@
-"""The proof: a sharded model beside the whole one, all ranks in one process, figure by figure.
+"""Compares a sharded model with the unsharded one, all ranks in one process.
 
-Compared are every output on every rank, and every parameter's gradient, joined as the plan says. A
-figure is the largest difference over the largest value of the whole model's tensor. Sharding
-changes the order of additions, so figures are small, not zero; what rounding may do is stated with
-its reason, and a figure that comes near it is decided by a second run in float64, where rounding is
+Every output on every rank is compared, and the gradient of every parameter, concatenated as the
+plan says. A figure is the largest difference, relative to the largest value of the unsharded
+tensor. Sharding changes the order of additions, so figures are small but not zero. The tolerance
+comes with its reason; a figure close to it is decided by a second run in float64, where rounding is
 a billion times smaller and a fault is as large as before.
 """
 
@@ -24,7 +24,7 @@ from autotp.records.plan import Plan
 from autotp.records.trace import Trace
 from autotp.runtime.model import ShardedModel
 from autotp.verification.bisection import ComparisonCase, find_first_divergence
-from autotp.verification.figures import Quantity, Figures
+from autotp.verification.figures import Figures, Quantity
 from autotp.verification.runs import Runs
 
 __all__ = ["compare_ranks"]
@@ -34,11 +34,11 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True)
 class _Tolerance:
-    """What figures of one dtype are held to.
+    """The tolerance for figures of one dtype.
 
     - `dtype`: of the computation; None: the model's own.
-    - `tolerance`: what counts as right, with its `reason`; above `near`, float64 decides.
-    - `negligible`: gradients below this part of the largest one are compared with that.
+    - `tolerance`: the largest right figure, with its `reason`; above `near`, float64 decides.
+    - `negligible`: gradients below this fraction of the largest one are compared with it.
     """
 
     dtype: torch.dtype | None
@@ -56,9 +56,9 @@ _EXACT = _Tolerance(
     "rounding of float64 stays below 1e-11, a fault does not",
 )
 _ROUNDING_SPREAD = 64
-"""How much more than the ratio of the roundings one draw of them may differ from another."""
+"""How far rounding errors may differ by chance from the ratio of the dtypes' precisions."""
 _NEGLIGIBLE = 1e-2
-"""What is negligible among gradients where float64 is not to be had."""
+"""What is negligible among gradients where float64 is not available."""
 
 
 def compare_ranks(
@@ -73,114 +73,116 @@ def compare_ranks(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> Evidence:
-    """The evidence that `models`, one a rank, equal `whole` for `inputs`.
+    """The evidence whether `models`, one per rank, equal `whole` for `inputs`.
 
-    - `program` is what was captured of `whole`, `trace` what each value of the ranks' graphs is.
-    - `gradients`: of the model's own loss, or of a projection of the outputs drawn by `seed`.
-    - `dtype`: what is computed in; where it is not the model's own, it is put in its place.
+    - `program`: captured from `whole`; `trace`: the placement of each value of the ranks' graphs.
+    - `gradients`: of the model's own loss, or of a random projection of the outputs by `seed`.
+    - `dtype`: of the computation; replaces the model's own if it differs.
 
     Constraints:
-    - All hold values, `whole` and `models` the same ones, and are in the mode planned for.
+    - `whole` and `models` have the same values, and are in the mode planned for.
     - Nothing is changed: parameters, their `.grad`, modes, the random state.
     """
     own = all(p.dtype == dtype for p in whole.parameters() if p.is_floating_point())
     measure = replace(_choose_tolerance(dtype), dtype=None if own else dtype)
     case = ComparisonCase(whole, models, program, inputs, trace, seed, measure.dtype)
     with torch.random.fork_rng(), torch.set_grad_enabled(gradients):
-        return _Comparison(Runs(case, plan, gradients), measure, dtype).evidence()
+        return _Comparison(Runs(case, plan, gradients), measure, dtype).run()
 
 
 def _choose_tolerance(dtype: torch.dtype) -> _Tolerance:
-    """What figures computed in `dtype` are held to."""
-    eps, word = torch.finfo(dtype).eps, dtype_name(dtype)
+    """The tolerance for figures computed in `dtype`."""
+    eps, name = torch.finfo(dtype).eps, dtype_name(dtype)
     if dtype == _EXACT.dtype:
         return _EXACT
     if eps > torch.finfo(torch.float32).eps:
-        reason = f"8 roundings of {word}, of results and not of sums; float64 decides every figure"
+        reason = f"8 roundings of {name}, of results and not of sums; float64 decides every figure"
         return _Tolerance(dtype, 8 * eps, 0.0, 0.0, reason)
     reason = (
-        f"84 roundings of {word}: what {84**2} numbers added in another order may differ by; above "
-        "a tenth of it float64 decides"
+        f"84 roundings of {name}, by which a sum of {84**2} numbers may differ when they are added "
+        "in another order; above a tenth of it, float64 decides"
     )
     return _Tolerance(dtype, 84 * eps, 8.4 * eps, 0.0, reason)
 
 
 class _Comparison:
-    """One comparison: the run asked for, the one in float64, the search for the fault."""
+    """One comparison: the requested run, the one in float64, the search for the fault."""
 
     def __init__(self, runs: Runs, measure: _Tolerance, dtype: torch.dtype) -> None:
         self.runs, self.measure, self.dtype = runs, measure, dtype
         self.notes: list[str] = []
 
-    def evidence(self) -> Evidence:
-        """The figures, the verdict and, if it is bad, the first wrong node."""
+    def run(self) -> Evidence:
+        """The figures, the verdict and, if it is not ok, the first wrong node."""
         measure, fault = self.measure, None
-        figures = self.runs.compared(measure.dtype, measure.negligible)
-        wrong = figures.beyond(measure.tolerance)
-        near = figures.beyond(measure.near)
-        exact = self._exact(near) if near else None
+        figures = self.runs.compare(measure.dtype, measure.negligible)
+        wrong = figures.find_above(measure.tolerance)
+        near = figures.find_above(measure.near)
+        exact = self._compute_exact(near) if near else None
         if exact is not None:
-            limit = self._limit(figures)
-            wrong = near & exact.beyond(limit)
-            figures = self._decided(figures, exact, near, limit)
+            limit = self._find_limit(figures)
+            wrong = near & exact.find_above(limit)
+            figures = self._merge_figures(figures, exact, near, limit)
             measure = replace(_EXACT, tolerance=limit)
         if wrong or figures.failure:
-            fault = self._fault(figures, wrong, measure)
-        elif self.measure.dtype is not None:  # so far only its program stood for the model
-            fault = self._capture_fault()
-        return self._evidence(figures, fault)
+            fault = self._find_fault(figures, wrong, measure)
+        elif self.measure.dtype is not None:  # so far only the program of the model has run
+            fault = self._find_capture_fault()
+        return self._build_evidence(figures, fault)
 
-    def _capture_fault(self) -> str | None:
-        """Why the program is not the model in the model's own dtype; None when it is."""
+    def _find_capture_fault(self) -> str | None:
+        """How the program differs from the model in the model's own dtype; None if it does not."""
         whole = self.runs.case.whole
         kinds = {p.dtype for p in whole.parameters() if p.is_floating_point()}
         coarsest = max(kinds or {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
-        return self.runs.capture_fault(_NEGLIGIBLE, _choose_tolerance(coarsest).tolerance) or None
+        return (
+            self.runs.find_capture_fault(_NEGLIGIBLE, _choose_tolerance(coarsest).tolerance) or None
+        )
 
-    def _exact(self, near: Set[Quantity]) -> Figures | None:
-        """The figures in float64; None, with a note, where there are none to be had."""
+    def _compute_exact(self, near: Set[Quantity]) -> Figures | None:
+        """The figures in float64; None, with a note, if they cannot be computed."""
         runs, measure = self.runs, self.measure
         exact = Figures()
         try:
-            exact = runs.compared(_EXACT.dtype, _EXACT.negligible)
+            exact = runs.compare(_EXACT.dtype, _EXACT.negligible)
             reason = exact.failure
             if not reason and measure.dtype is None:
-                reason = runs.capture_fault(_NEGLIGIBLE, measure.tolerance)
+                reason = runs.find_capture_fault(_NEGLIGIBLE, measure.tolerance)
         except VerifyError as error:
             reason = str(error)
         if not reason:
             return exact
-        self.notes.append(f"float64 could not settle {len(near)} figures: {reason}")
+        self.notes.append(f"float64 could not decide {len(near)} figures: {reason}")
         return None
 
-    def _limit(self, figures: Figures) -> float:
-        """What rounding may make of a figure in float64.
+    def _find_limit(self, figures: Figures) -> float:
+        """The tolerance in float64.
 
-        A model whose gradients explode makes much of any rounding: what is all of the largest value
-        in float32 is then 2⁻²⁹ of it in float64, give or take. A fault does not shrink.
+        A model with exploding gradients amplifies any rounding: a figure of 1 in float32 is then
+        about 2⁻²⁹ in float64. A fault does not shrink.
         """
-        worst = min(figures.worst(_EXACT.negligible), 1.0)
+        worst = min(figures.find_worst(_EXACT.negligible), 1.0)
         shrunk = torch.finfo(torch.float64).eps / torch.finfo(self.dtype).eps
         return max(_EXACT.tolerance, _ROUNDING_SPREAD * shrunk * worst)
 
-    def _decided(
+    def _merge_figures(
         self, figures: Figures, exact: Figures, near: Set[Quantity], limit: float
     ) -> Figures:
-        """The figures, those near the tolerance replaced by those in float64."""
+        """The figures, with those near the tolerance replaced by those in float64."""
         shown = sorted(near, key=lambda about: -figures.gaps[about].relative)[:_LISTED]
         before_after = [
             f"{about} {figures.gaps[about].relative:.1e} → {exact.gaps[about].relative:.1e}"
             for about in shown
         ]
         self.notes.append(
-            f"{len(near)} figures above {self.measure.near:.1e} were decided in "
-            f"float64, held to {limit:.0e}: {', '.join(before_after)}"
+            f"{len(near)} figures above {self.measure.near:.1e} were decided in float64, with a "
+            f"tolerance of {limit:.0e}: {', '.join(before_after)}"
         )
         gaps = {about: (exact if about in near else figures).gaps[about] for about in figures.gaps}
         return replace(figures, gaps=gaps)
 
-    def _fault(self, figures: Figures, wrong: Set[Quantity], measure: _Tolerance) -> str:
-        """The first wrong node; the worst figure where no single node is to blame."""
+    def _find_fault(self, figures: Figures, wrong: Set[Quantity], measure: _Tolerance) -> str:
+        """The first wrong node; the worst figure if no single node is wrong."""
         case = replace(
             self.runs.case,
             dtype=measure.dtype,
@@ -193,28 +195,28 @@ class _Comparison:
         worst = max(wrong, key=lambda about: figures.gaps[about].relative)
         return f"no single node: {worst}: {figures.gaps[worst]}"
 
-    def _drawing(self) -> str:
-        """Why a split value may differ without any fault; empty where nothing is drawn."""
+    def _explain_randomness(self) -> str:
+        """Why a sharded value may differ without any fault; empty if nothing is random."""
         program = self.runs.case.program
         tagged = (getattr(n.target, "tags", ()) for n in program.graph.nodes)
         count = sum(torch.Tag.nondeterministic_seeded in tags for tags in tagged)
         if not (program.training and count):
             return ""
         return (
-            f"the model is in train mode and {count} of its ops may draw random numbers; where a "
-            "value is split, ranks draw others than the whole model. Compare in eval mode"
+            f"the model is in train mode and {count} of its ops may draw random numbers; for a "
+            "sharded value, ranks draw other numbers than the unsharded model. Compare in eval mode"
         )
 
-    def _evidence(self, figures: Figures, fault: str | None) -> Evidence:
+    def _build_evidence(self, figures: Figures, fault: str | None) -> Evidence:
         plan, seen = self.runs.plan, +figures.collectives
         phases = ("forward", "backward") if self.runs.gradients else ("forward",)
         planned = (c for c in plan.collectives if c.phase in phases)
         predicted = Counter(f"{c.phase} {c.kind}" for c in planned)
-        if fault is not None and (drawing := self._drawing()):
-            self.notes.append(drawing)
+        if fault is not None and (reason := self._explain_randomness()):
+            self.notes.append(reason)
         if predicted != seen and not figures.failure:
-            self.notes.append(f"predicted are {dict(predicted)}, executed {dict(seen)}")
-        outputs = figures.of("output").values()
+            self.notes.append(f"predicted: {dict(predicted)}; executed: {dict(seen)}")
+        outputs = figures.select("output").values()
         return Evidence(
             ok=fault is None and predicted == seen,
             tp=plan.tp,
@@ -222,7 +224,7 @@ class _Comparison:
             max_rel_error=max((gap.relative for gap in outputs), default=math.inf),
             tolerance=self.measure.tolerance,
             tolerance_reason=self.measure.reason,
-            gradients={name: gap.relative for name, gap in figures.of("gradient").items()},
+            gradients={name: gap.relative for name, gap in figures.select("gradient").items()},
             collectives_predicted=dict(sorted(predicted.items())),
             collectives_seen=dict(sorted(seen.items())),
             first_divergence=fault,

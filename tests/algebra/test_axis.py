@@ -29,7 +29,7 @@ STEPS = st.lists(
 
 
 def dims_of(forest: Forest, sizes: list[int]) -> Dim:
-    return tuple(atom for n in sizes for atom in forest.dim(Size(n)))
+    return tuple(atom for n in sizes for atom in forest.add_dim(Size(n)))
 
 
 def total(forest: Forest, dim: Dim) -> int:
@@ -52,7 +52,7 @@ class Refined:
         one, other = self.dims[i], self.dims[j]
         size = total(self.forest, one)
         if kind == "cut":
-            self.made.append(self.forest.cut(one, number % (size + 1)))
+            self.made.append(self.forest.split_at(one, number % (size + 1)))
         elif kind == "split":
             divisors = [d for d in range(1, size + 1) if size % d == 0]
             self.made.append(self.forest.split_dim(one, Size(divisors[number % len(divisors)])))
@@ -90,7 +90,7 @@ def test_united_dims_are_one_expression(
     one, other = found.dims[0], found.dims[1]
     united = found.forest.unify(one, other)
 
-    assert not united or found.forest.flat(one) == found.forest.flat(other)
+    assert not united or found.forest.flatten(one) == found.forest.flatten(other)
 
 
 @given(ORDERS, STEPS, st.integers(0, 150))
@@ -101,7 +101,7 @@ def test_a_cut_has_the_two_sizes_asked_for(
     found = refined(orders, steps)
     size = total(found.forest, found.dims[0])
     offset = number % (size + 1)
-    halves = found.forest.cut(found.dims[0], offset)
+    halves = found.forest.split_at(found.dims[0], offset)
 
     assert halves is None or [offset, size - offset] == [total(found.forest, h) for h in halves]
 
@@ -113,7 +113,7 @@ def test_the_shares_of_all_ranks_partition_a_covered_dim(
 ) -> None:
     forest, dims = (found := refined(orders, steps)).forest, found.dims
     for dim in dims:
-        for axis in set(forest.leaves(dim)):
+        for axis in set(forest.list_leaves(dim)):
             split, size = forest.split(dim, alone(axis)), axis.size.coefficient
             for tp in (n for n in (2, 3) if size >= n):
                 if split is None or not split.is_exact(tp):
@@ -134,7 +134,7 @@ def test_ranges_are_the_elements_that_a_rank_takes(
     orders: list[list[int]], steps: list[tuple[str, int, int, int]]
 ) -> None:
     forest, dims = (found := refined(orders, steps)).forest, found.dims
-    for axis in set(forest.leaves(dims[0])):
+    for axis in set(forest.list_leaves(dims[0])):
         split = forest.split(dims[0], alone(axis))
         if split is not None and axis.size.coefficient > 1:
             whole = torch.arange(total(forest, dims[0]))
@@ -153,7 +153,7 @@ def test_equal_sizes_unite_and_divisible_ones_split() -> None:
     one, other = dims_of(forest, [12, 2]), dims_of(forest, [4, 6])
 
     assert forest.unify(one, other)
-    assert "4*3*2" == forest.text(one) == forest.text(other)
+    assert "4*3*2" == forest.format(one) == forest.format(other)
 
 
 def test_sizes_that_do_not_divide_do_not_unite() -> None:
@@ -164,47 +164,47 @@ def test_sizes_that_do_not_divide_do_not_unite() -> None:
 
 def test_refinement_reaches_dims_that_were_there_before() -> None:
     forest = Forest()
-    early, late = forest.dim(Size(24)), forest.dim(Size(24))
+    early, late = forest.add_dim(Size(24)), forest.add_dim(Size(24))
     forest.unify(early, late)
     forest.split_dim(late, Size(4))
-    forest.cut(late, 8)
+    forest.split_at(late, 8)
 
-    assert "(2 + 4)*4" == forest.text(early)
+    assert "(2 + 4)*4" == forest.format(early)
 
 
 def test_symbols_are_divided_but_never_ordered() -> None:
     forest = Forest()
-    both = forest.dim(Size(8, ("s0",)))
-    parts = (*forest.dim(Size(1, ("s0",)), data=True), *forest.dim(Size(8)))
+    both = forest.add_dim(Size(8, ("s0",)))
+    parts = (*forest.add_dim(Size(1, ("s0",)), data=True), *forest.add_dim(Size(8)))
 
     assert forest.unify(both, parts)
-    assert "s0*8" == forest.text(both)
-    assert not forest.unify(forest.dim(Size(1, ("s0",))), forest.dim(Size(1, ("s1",))))
-    assert forest.cut(forest.dim(Size(1, ("s0",))), 3) is None
+    assert "s0*8" == forest.format(both)
+    assert not forest.unify(forest.add_dim(Size(1, ("s0",))), forest.add_dim(Size(1, ("s1",))))
+    assert forest.split_at(forest.add_dim(Size(1, ("s0",))), 3) is None
 
 
 def test_a_data_size_marks_what_it_unites_with() -> None:
     forest = Forest()
-    data, plain = forest.dim(Size(6), data=True), forest.dim(Size(6))
+    data, plain = forest.add_dim(Size(6), data=True), forest.add_dim(Size(6))
     forest.unify(plain, data)
 
-    assert all(atom.data for atom in forest.leaves(plain))
+    assert all(atom.data for atom in forest.list_leaves(plain))
 
 
 def test_sums_cut_at_the_same_places_unite_segment_by_segment() -> None:
     forest = Forest()
-    one, other = forest.dim(Size(12)), forest.dim(Size(12))
-    forest.cut(one, 4)
-    forest.cut(other, 6)
+    one, other = forest.add_dim(Size(12)), forest.add_dim(Size(12))
+    forest.split_at(one, 4)
+    forest.split_at(other, 6)
 
     assert forest.unify(one, other)
-    assert "(4 + 2 + 6)" == forest.text(one) == forest.text(other)
+    assert "(4 + 2 + 6)" == forest.format(one) == forest.format(other)
 
 
 def test_a_dim_that_some_segments_lack_is_not_covered() -> None:
     forest = Forest()
-    heads, size = forest.dim(Size(4)), forest.dim(Size(2))
-    fused = (forest.sum_of([heads + size, forest.dim(Size(6))]),)
+    heads, size = forest.add_dim(Size(4)), forest.add_dim(Size(2))
+    fused = (forest.make_sum([heads + size, forest.add_dim(Size(6))]),)
 
     assert forest.contains(fused, heads[0])
     split = forest.split(fused, alone(heads[0]))
@@ -214,7 +214,7 @@ def test_a_dim_that_some_segments_lack_is_not_covered() -> None:
 
 def test_an_axis_in_two_factors_of_one_dim_has_no_split() -> None:
     forest = Forest()
-    axis = forest.dim(Size(4))
+    axis = forest.add_dim(Size(4))
 
     assert forest.split(axis + axis, alone(axis[0])) is None
 
@@ -222,8 +222,8 @@ def test_an_axis_in_two_factors_of_one_dim_has_no_split() -> None:
 def test_size_one_is_the_empty_product() -> None:
     forest = Forest()
 
-    assert () == forest.dim(Size(1))
-    assert "1" == forest.text(())
+    assert () == forest.add_dim(Size(1))
+    assert "1" == forest.format(())
     assert Size(1) == product([])
 
 
@@ -234,7 +234,7 @@ def printed(found: Analysed, name: str, dim: int, names: dict[int, str]) -> str:
     """A dim with atoms called by their sizes' names."""
     forest = found.analysis.forest
     atoms = {atom: names[n] for atom in _static(forest) if (n := atom.size.coefficient) in names}
-    return forest.text(found.dims(name)[dim], atoms)
+    return forest.format(found.dims(name)[dim], atoms)
 
 
 def _static(forest: Forest) -> list[Atom]:

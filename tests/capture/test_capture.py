@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from autotp.capture.capture import capture, retarget
+from autotp.capture.capture import capture
+from autotp.capture.clean import retarget_graph
 from autotp.capture.program import Guard, Program, find_broken_guard
 from autotp.errors import CaptureError
 from tests import models
@@ -197,7 +198,7 @@ def test_meta_models_give_the_same_graph_that_runs_after_retarget() -> None:
     expected = capture(model, inputs)
     whole, _ = models.build("llama", num_hidden_layers=1)
     program = capture(model.to("meta"), {n: _on_meta(v) for n, v in inputs.items()})
-    retarget(program.graph, torch.device("cpu"))
+    retarget_graph(program.graph, torch.device("cpu"))
 
     assert targets(expected) == [t for t in targets(program) if "contiguous" not in t]
     assert "meta" not in str(program.graph)

@@ -13,8 +13,8 @@ from autotp.capture.inputs import (
     choose_inputs,
     find_data_axes,
     find_longest_input,
-    order_inputs,
     make_example_inputs,
+    order_inputs,
     resize_for_trace,
 )
 from autotp.errors import CaptureError, PlanError
@@ -113,7 +113,9 @@ def test_inputs_come_in_the_order_of_the_signature() -> None:
 
 
 def test_a_missing_input_is_named() -> None:
-    with pytest.raises(CaptureError, match="Takes: its forward needs 'ids', but the inputs are 'mask'"):
+    with pytest.raises(
+        CaptureError, match="Takes: its forward needs 'ids', but the inputs are 'mask'"
+    ):
         order_inputs(Takes(), {"mask": 1})
 
 

@@ -121,7 +121,9 @@ def test_dtypes_go_by_either_name() -> None:
 
 
 def test_unknown_names_are_told_the_known_ones() -> None:
-    with pytest.raises(PlanError, match="'adam' is unknown. The known optimizers are adamw, sgd-momentum, sgd"):
+    with pytest.raises(
+        PlanError, match="'adam' is unknown. The known optimizers are adamw, sgd-momentum, sgd"
+    ):
         estimate_memory_bytes({"float32": 4}, "adam")
     with pytest.raises(PlanError, match="'float7' has no known size. The known dtypes are bool"):
         count_dtype_bytes("float7")

@@ -76,8 +76,8 @@ def test_random_costs_leave_what_is_legal_as_it_was() -> None:
 def test_a_contracted_dim_is_not_split_along_an_axis_that_a_segment_lacks(training: bool) -> None:
     """Found by a random plan: the segment that is whole on every rank was summed on every rank."""
     forest = Forest()
-    whole, axis = forest.atom(Size(2)), forest.atom(Size(6))
-    dim = (forest.sum_of([(whole,), (axis,)]),)
+    whole, axis = forest.add_atom(Size(2)), forest.add_atom(Size(6))
+    dim = (forest.make_sum([(whole,), (axis,)]),)
     rule = NodeRule((Factor("reduce", dim, ((0, 0), (1, 0)), "sum"),), ((),))
     facts = Facts(((dim,), (dim,)), frozenset({0, 1}), frozenset(), floating=True, flows=True)
     found = derive_strategies(rule, facts, forest, 2, training=training)
@@ -87,8 +87,8 @@ def test_a_contracted_dim_is_not_split_along_an_axis_that_a_segment_lacks(traini
 
 def test_a_contracted_dim_is_split_along_an_axis_that_every_segment_has() -> None:
     forest = Forest()
-    axis = forest.atom(Size(6))
-    dim = (forest.sum_of([(axis,), (axis,)]),)
+    axis = forest.add_atom(Size(6))
+    dim = (forest.make_sum([(axis,), (axis,)]),)
     rule = NodeRule((Factor("reduce", dim, ((0, 0), (1, 0)), "sum"),), ((),))
     facts = Facts(((dim,), (dim,)), frozenset({0, 1}), frozenset(), floating=True, flows=True)
     found = [

@@ -82,7 +82,7 @@ def test_each_use_of_a_constant_has_dims_of_its_own() -> None:
     )
 
     assert one.value == other.value
-    assert found.forest.flat(one.dims[-1]) != found.forest.flat(other.dims[-1])
+    assert found.forest.flatten(one.dims[-1]) != found.forest.flatten(other.dims[-1])
 
 
 def test_an_op_without_a_row_is_whole_and_listed() -> None:
@@ -147,7 +147,7 @@ def test_weights_are_what_parameters_alone_make() -> None:
 def test_batch_and_sequence_belong_to_the_data() -> None:
     found = around(lambda x, w: nn.functional.linear(x, w))
     (result,) = use_of(found, "aten.linear.default").rule.results
-    marks = [[atom.data for atom in found.forest.flat(dim)] for dim in result]
+    marks = [[atom.data for atom in found.forest.flatten(dim)] for dim in result]
 
     assert [[True], [True], [False]] == marks
 
@@ -162,8 +162,8 @@ def test_a_late_view_refines_the_weight_before_it() -> None:
     found = around(headed)
     dims = found.dims[(found.parameters["weight"], 0)]
 
-    assert "6*3" == found.forest.text(dims[0])
-    assert str(WIDTH) == found.forest.text(dims[1])
+    assert "6*3" == found.forest.format(dims[0])
+    assert str(WIDTH) == found.forest.format(dims[1])
 
 
 @pytest.mark.slow

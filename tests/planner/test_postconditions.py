@@ -140,7 +140,7 @@ def forget_a_node(it: Planned) -> None:
 def give_other_dims(it: Planned) -> None:
     node = it.use(aten.relu.default).node
     *dims, last = it.analysis.dims[(node, 0)]
-    it.analysis.dims[(node, 0)] = (*dims, it.analysis.forest.dim(Size(FFN + 1)))
+    it.analysis.dims[(node, 0)] = (*dims, it.analysis.forest.add_dim(Size(FFN + 1)))
     assert it.analysis.forest.size(last) == Size(FFN)
 
 
@@ -165,7 +165,7 @@ def read_a_number(it: Planned) -> None:
 def stretch_a_constant(it: Planned) -> None:
     use = it.use(aten.linear.default)
     x = use.operands[0]
-    dims = (*x.dims[:-1], it.analysis.forest.dim(Size(3)))
+    dims = (*x.dims[:-1], it.analysis.forest.add_dim(Size(3)))
     it.analysis.uses[use.node] = replace(use, operands=(replace(x, dims=dims), *use.operands[1:]))
 
 
@@ -217,12 +217,12 @@ def call_by_another_name(it: Planned) -> None:
 
 def refine_wrongly(it: Planned) -> None:
     forest: Forest = it.analysis.forest
-    forest.atom(Size(6)).parts = (forest.atom(Size(5)),)
+    forest.add_atom(Size(6)).parts = (forest.add_atom(Size(5)),)
 
 
 def add_up_wrongly(it: Planned) -> None:
     forest: Forest = it.analysis.forest
-    forest.atom(Size(6)).segments = (forest.dim(Size(2)), forest.dim(Size(3)))
+    forest.add_atom(Size(6)).segments = (forest.add_dim(Size(2)), forest.add_dim(Size(3)))
 
 
 def analyse_backwards(it: Planned) -> None:
@@ -243,7 +243,7 @@ def put_pair(it: Planned, **fields: Any) -> None:
 
 
 def pair_a_foreign_axis(it: Planned) -> None:
-    put_pair(it, axes=(it.analysis.forest.atom(Size(FFN)),))
+    put_pair(it, axes=(it.analysis.forest.add_atom(Size(FFN)),))
 
 
 def pair_a_data_axis(it: Planned) -> None:
@@ -279,11 +279,11 @@ def settle_a_bystander(it: Planned) -> None:
 
 
 def move_home(it: Planned) -> None:
-    it.matching.home["up.weight"] = (it.analysis.forest.atom(Size(FFN)),)
+    it.matching.home["up.weight"] = (it.analysis.forest.add_atom(Size(FFN)),)
 
 
 def invent_experts(it: Planned) -> None:
-    it.matching.experts["up.weight"] = it.analysis.forest.atom(Size(4))
+    it.matching.experts["up.weight"] = it.analysis.forest.add_atom(Size(4))
 
 
 # ── planted faults: formulate ────────────────────────────────────────────────────────────────────

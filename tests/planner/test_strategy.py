@@ -19,9 +19,9 @@ class Linear:
 
     def __init__(self, out: int = OUT, *, data: bool = False) -> None:
         self.forest = Forest()
-        self.tokens = self.forest.dim(Size(TOKENS), data=data)
-        self.width = self.forest.dim(Size(WIDTH))
-        self.out = self.forest.dim(Size(out))
+        self.tokens = self.forest.add_dim(Size(TOKENS), data=data)
+        self.width = self.forest.add_dim(Size(WIDTH))
+        self.out = self.forest.add_dim(Size(out))
         self.rule = NodeRule(
             factors=(
                 Factor("pass", self.tokens, ((0, 0), (~0, 0))),
@@ -157,9 +157,9 @@ def test_one_rank_or_no_rule_leaves_one_strategy() -> None:
 
 def test_what_lacks_the_axis_in_a_fused_dim_is_copied_and_its_gradient_partial() -> None:
     forest = Forest()
-    heads, size = forest.dim(Size(6)), forest.dim(Size(2))
-    piece = forest.dim(Size(4))
-    fused = (forest.sum_of([heads + size, piece]),)
+    heads, size = forest.add_dim(Size(6)), forest.add_dim(Size(2))
+    piece = forest.add_dim(Size(4))
+    fused = (forest.make_sum([heads + size, piece]),)
     rule = NodeRule((Factor("pass", fused, ((0, 0), (~0, 0), (~1, 0))),), ((fused,), (piece,)))
     facts = Facts(((fused,),), frozenset({0}), frozenset(), floating=True, flows=True)
     wanted = f"0:{heads[0].name}"
@@ -189,7 +189,7 @@ def test_uneven_parts_need_a_unit_for_every_rank_and_an_offer() -> None:
 def test_a_factored_group_copies_what_has_one_of_its_axes() -> None:
     """2 key-value heads over 4 ranks: q, and the product of both, are cut in two axes."""
     forest = Forest()
-    kv, group, size = forest.dim(Size(2)), forest.dim(Size(4)), forest.dim(Size(3))
+    kv, group, size = forest.add_dim(Size(2)), forest.add_dim(Size(4)), forest.add_dim(Size(3))
     rule = NodeRule(
         (
             Factor("pass", kv, ((0, 0), (1, 0), (~0, 0))),
@@ -214,7 +214,7 @@ def test_a_factored_group_copies_what_has_one_of_its_axes() -> None:
 
 def test_an_axis_within_a_product_names_its_own_axis() -> None:
     forest = Forest()
-    heads, size = forest.dim(Size(6)), forest.dim(Size(2))
+    heads, size = forest.add_dim(Size(6)), forest.add_dim(Size(2))
     merged = heads + size
     rule = NodeRule((Factor("pass", merged, ((0, 0), (~0, 0))),), ((merged,),))
     facts = Facts(((merged,),), frozenset({0}), frozenset(), floating=True, flows=True)

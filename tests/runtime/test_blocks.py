@@ -233,4 +233,4 @@ def test_a_factored_group_by_hand() -> None:
     assert [[0], [0], [1], [1]] == [
         slice_block(torch.arange(2), 0, k, r, 4).tolist() for r in range(4)
     ]
-    assert {Peers(0, 2, 1): 1} == k.copied(4)
+    assert {Peers(0, 2, 1): 1} == k.count_shared(4)

@@ -380,7 +380,7 @@ def test_a_model_of_transformers_is_proved_with_its_own_loss() -> None:
 def test_a_difference_is_relative_to_the_largest_value_of_the_whole() -> None:
     found = measure_difference(torch.tensor([4.0, -8.0]), torch.tensor([5.0, -8.0]))
 
-    assert (1.0, 1 / 8, 4.0, 5.0) == (found.absolute, found.relative, found.whole, found.found)
+    assert (1.0, 1 / 8, 4.0, 5.0) == (found.absolute, found.relative, found.expected, found.actual)
 
 
 @pytest.mark.parametrize(

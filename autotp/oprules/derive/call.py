@@ -46,7 +46,7 @@ class Call:
 
     def fresh(self, result: int, dim: int, *, data: bool = False) -> Dim:
         """A fresh dim of the size of a result's dim."""
-        return self.forest.dim(self.sizes[result][dim], data=data)
+        return self.forest.add_dim(self.sizes[result][dim], data=data)
 
 
 Builder = Callable[[Call], NodeRule | None]
@@ -97,7 +97,7 @@ class Binding:
 
     def _bind(self, names: tuple[str, ...], dim: Dim, slot: Slot) -> bool:
         forest = self.call.forest
-        if not forest.flat(dim):  # size 1: broadcast, or every factor of the group has size 1
+        if not forest.flatten(dim):  # size 1: broadcast, or every factor of the group has size 1
             self.ones.update(names)
             return True
         if len(names) == 1:
@@ -129,7 +129,7 @@ class Binding:
                 if quotient is None:
                     return False
                 rest = quotient
-            self.dims[unknown[0]] = forest.dim(rest)
+            self.dims[unknown[0]] = forest.add_dim(rest)
         named = [n for n in names if n in self.dims]
         united = forest.unify(tuple(atom for n in named for atom in self.dims[n]), dim)
         for name in named:
@@ -161,7 +161,7 @@ class Binding:
             dim = tuple(a for n in names for a in self.dims.get(n, ()))
             if self.call.forest.size(dim) != size:  # sizes that only agree symbolically
                 self.broken.update(names)
-                dim = self.call.forest.dim(size)
+                dim = self.call.forest.add_dim(size)
             for name in names:
                 if name in self.slots:
                     self.slots[name].append((~number, at))

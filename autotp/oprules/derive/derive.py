@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from autotp.errors import RuleError
 from autotp.oprules.derive.call import Builder, Call, apply_notation
 from autotp.oprules.derive.grouped import grouped_product
-from autotp.oprules.derive.lookup import assign, index, lookup, embedding
+from autotp.oprules.derive.lookup import assign, embedding, index, lookup
 from autotp.oprules.derive.named import along, trailing, unshardable
 from autotp.oprules.derive.piece import (
     concatenate,

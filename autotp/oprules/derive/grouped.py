@@ -37,14 +37,14 @@ def _can_share_groups(call: Call, rows: Atom, experts: Atom, bounds: str) -> boo
     known = rows.groups
     if known is None:
         return True
-    of = call.forest.named(known.axis)
+    of = call.forest.find_axis(known.axis)
     same = known.bounds == bounds and of.size == experts.size
     return same and call.forest.unify((of,), (experts,))
 
 
 def _find_leaf(call: Call, dim: Dim) -> Atom | None:
     """The one leaf that a dim is, None if it is more."""
-    flat = call.forest.flat(dim)
+    flat = call.forest.flatten(dim)
     return flat[0] if len(flat) == 1 and flat[0].segments is None else None
 
 

@@ -61,7 +61,7 @@ def _apply_along(call: Call, chosen: set[int], join: str, *, keep: bool, kept: b
 def _keep_dim(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
     if same and call.forest.size(dim) == call.sizes[result][at]:
         return dim
-    return call.fresh(result, at, data=any(a.data for a in call.forest.flat(dim)))
+    return call.fresh(result, at, data=any(a.data for a in call.forest.flatten(dim)))
 
 
 def unshardable(call: Call) -> NodeRule | None:

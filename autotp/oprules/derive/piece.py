@@ -59,8 +59,8 @@ def _read_bounds(call: Call, total: int | None) -> tuple[int, int, int] | None:
 
 def _find_piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, ...], Dim] | None:
     """What lies before the piece (nothing, or one dim), and the piece; None if it cannot be cut."""
-    tail = call.forest.cut(dim, end) if begin < end else None
-    head = None if tail is None else call.forest.cut(tail[0], begin)
+    tail = call.forest.split_at(dim, end) if begin < end else None
+    head = None if tail is None else call.forest.split_at(tail[0], begin)
     return None if head is None else ((head[0],) if begin else (), head[1])
 
 
@@ -146,7 +146,7 @@ def divide(call: Call) -> NodeRule | None:
     rest = dims[at]
     for number in range(len(call.sizes) - 1):
         length = call.sizes[number][at].static
-        halves = None if length is None else call.forest.cut(rest, length)
+        halves = None if length is None else call.forest.split_at(rest, length)
         if halves is None:
             return _make_pieces_unshardable(call, at)
         pieces.append(halves[0])
@@ -186,7 +186,7 @@ def halves(call: Call) -> NodeRule | None:
     at = call.axis(call.arguments["dim"], len(call.operands[0]))
     dim = call.operands[0][at]
     length = call.sizes[0][at].static
-    pieces = None if length is None else call.forest.cut(dim, length)
+    pieces = None if length is None else call.forest.split_at(dim, length)
     if pieces is None or not call.forest.unify(*pieces):
         return replace(_make_unshardable(call, at, data=False), linear=())
     factors = (*_pass_others(call, at), Factor("pass", dim, ((0, at), (~0, at))))
@@ -237,7 +237,7 @@ def _concatenate_dim(call: Call, joined: list[int], i: int, at: int) -> tuple[Di
         if len(dims) == 1:
             out = dims[0]
         else:
-            out = (forest.sum_of(dims),) if static else call.fresh(0, i, data=True)
+            out = (forest.make_sum(dims),) if static else call.fresh(0, i, data=True)
         kind: FactorKind = "pass" if static else "unshardable"
         return out, [Factor(kind, out, slots)]
     ok = all(forest.size(d) == forest.size(dims[0]) and forest.unify(dims[0], d) for d in dims[1:])

@@ -70,7 +70,7 @@ def convolution(call: Call) -> NodeRule | None:
     signature, spatial = _write_convolution(call)
     words = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
     binding = Binding(replace(call, row=replace(call.row, whole=words)), signature)
-    shared = call.forest.dim(Size(call.arguments["groups"]))
+    shared = call.forest.add_dim(Size(call.arguments["groups"]))
     if shared:
         binding.dims["g"] = shared  # what a group is of no single dim's size says
     for k, pattern in enumerate(signature.operands[: len(call.operands)]):

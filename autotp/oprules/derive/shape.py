@@ -45,7 +45,7 @@ class _Alignment:
 
     def __init__(self, call: Call) -> None:
         self.call, self.forest = call, call.forest
-        self.left = [(a, i) for i, d in enumerate(call.operands[0]) for a in self.forest.flat(d)]
+        self.left = [(a, i) for i, d in enumerate(call.operands[0]) for a in self.forest.flatten(d)]
         self.sizes = list(call.sizes[0])
         self.results: list[Dim | None] = [None] * len(self.sizes)
         self.pieces: list[tuple[Atom, int, int]] = []
@@ -60,7 +60,7 @@ class _Alignment:
             last -= 1
         factors: list[Factor] = []
         for j in range(first, last + 1):
-            dim = self.forest.dim(self.sizes[j], data=self._is_data(self.sizes[j]))
+            dim = self.forest.add_dim(self.sizes[j], data=self._is_data(self.sizes[j]))
             self.results[j] = dim
             if dim:
                 factors.append(Factor("unshardable", dim, ((~0, j),)))
@@ -120,7 +120,7 @@ class _Alignment:
         if rest is None or not self.forest.split_major(atom, need if end == 0 else rest):
             return False
         del queue[end]
-        parts = [(a, i) for a in self.forest.flat((atom,))]
+        parts = [(a, i) for a in self.forest.flatten((atom,))]
         queue[0:0] = parts if end == 0 else []
         if end != 0:
             queue.extend(parts)
@@ -135,11 +135,11 @@ def expand(call: Call) -> NodeRule | None:
     results: list[Dim] = []
     for j, size in enumerate(sizes):
         dim = dims[j - lead] if j >= lead else ()
-        same = bool(call.forest.flat(dim)) or size == ONE
+        same = bool(call.forest.flatten(dim)) or size == ONE
         out = dim if same else call.fresh(0, j)
         slots: tuple[Slot, ...] = ((0, j - lead), (~0, j)) if same else ((~0, j),)
         results.append(out)
-        if call.forest.flat(out):
+        if call.forest.flatten(out):
             factors.append(Factor("pass", out, slots))
     return NodeRule(tuple(factors), (tuple(results),), linear=(frozenset({0}),), emit=call.row.emit)
 
@@ -155,7 +155,7 @@ def repeat(call: Call) -> NodeRule | None:
         copies = size.over(call.forest.size(dim))
         if copies is None:
             return None
-        extra = call.forest.dim(copies)
+        extra = call.forest.add_dim(copies)
         results.append(extra + dim)
         if extra:
             factors.append(Factor("unshardable", extra, ((~0, j),)))
@@ -170,7 +170,7 @@ def repeat_each(call: Call) -> NodeRule | None:
         return None
     dims = call.operands[0]
     at = call.axis(call.arguments["dim"], len(dims))
-    extra = call.forest.dim(Size(call.arguments["repeats"]))
+    extra = call.forest.add_dim(Size(call.arguments["repeats"]))
     results = tuple(d + extra if j == at else d for j, d in enumerate(dims))
     factors = [Factor("pass", d, ((0, j), (~0, j))) for j, d in enumerate(dims) if d]
     if extra:

@@ -93,7 +93,7 @@ def grouped(call: Call) -> NodeRule | None:
     row = replace(call.row, whole=frozenset(["c", *rest]))
     signature = parse_rule(f"{shape}, {channels}, {channels} -> {shape}")
     binding = Binding(replace(call, row=row), signature)
-    shared = call.forest.dim(count)
+    shared = call.forest.add_dim(count)
     if shared:
         binding.dims["g"] = shared
     fits = [binding.operand(signature.operands[k], k) for k in range(len(call.operands))]
@@ -110,7 +110,7 @@ def patches(call: Call) -> NodeRule | None:
     window = call.sizes[0][1].over(call.forest.size(channels))
     if window is None:
         return None
-    inner, places = call.forest.dim(window), call.fresh(0, 2, data=True)
+    inner, places = call.forest.add_dim(window), call.fresh(0, 2, data=True)
     factors = [
         Factor("pass", batch, ((0, 0), (~0, 0))),
         Factor("pass", channels, ((0, 1), (~0, 1))),

@@ -15,8 +15,8 @@ from typing import Literal, TypeAlias, TypeVar
 from autotp.algebra.size import Size
 from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
 from autotp.oprules.discover.joins import (
-    DimSplit,
     Combination,
+    DimSplit,
     ShardedTrial,
     is_linear,
     split_range,

@@ -84,11 +84,11 @@ class Reasons:
 
     def explain_segments(self, split: Split, dim: int, axis: str) -> str:
         """Why some segments of a sharded parameter are replicated; empty if none are."""
-        if not split.whole():
+        if not split.count_replicated():
             return ""
         word = axis.rpartition(".")[2]
         return (
-            f"segments of dim {dim} without {word} are replicated: {split.whole()} of its "
+            f"segments of dim {dim} without {word} are replicated: {split.count_replicated()} of its "
             f"{split.length()} elements"
         )
 
@@ -131,14 +131,14 @@ class Reasons:
     def _explain_unpaired(self, name: str) -> str:
         """Why a parameter in no pair is replicated: sharding it would cost communication."""
         axes = [
-            a for dim in self._list_dims(name) for a in self.layouts.analysis.forest.leaves(dim)
+            a
+            for dim in self._list_dims(name)
+            for a in self.layouts.analysis.forest.list_leaves(dim)
         ]
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return (
-                f"not in a column/row pair, and tp {self.call.tp} divides none of its axes ({sizes})"
-            )
+            return f"not in a column/row pair, and tp {self.call.tp} divides none of its axes ({sizes})"
         return f"not in a column/row pair: {self._explain_axes(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:

@@ -132,7 +132,7 @@ class _Summary:
         """The axis outside every pair that most parameters have: the residual stream's."""
         count: dict[str, int] = defaultdict(int)
         for node in self.analysis.parameters.values():
-            leaves = {a for d in self.analysis.dims[(node, 0)] for a in self.forest.leaves(d)}
+            leaves = {a for d in self.analysis.dims[(node, 0)] for a in self.forest.list_leaves(d)}
             for atom in leaves:
                 count[atom.name] += atom.name not in self.names
         return max(count, key=lambda name: count[name], default=None)
@@ -145,7 +145,7 @@ class _Summary:
         """Axes in no pair are called by the first parameter's dim that has them, and its size."""
         for name, node in self.analysis.parameters.items():
             for number, dim in enumerate(self.analysis.dims[(node, 0)]):
-                leaves = list(self.forest.leaves(dim))
+                leaves = list(self.forest.list_leaves(dim))
                 for axis in leaves:
                     of = "" if len(leaves) == 1 else "part of "
                     word = f"{of}dim {number} ({axis.size})"
@@ -154,7 +154,7 @@ class _Summary:
     def _summarise_pair(self, pair: AxisPair) -> Pair:
         cut = self._find_pair_partition(pair)
         tp, module = self.call.tp, _find_common_module((*pair.openers, *pair.closers))
-        axes = [self.forest.named(p.axis) for p in cut.parts] or [pair.axes[0]]
+        axes = [self.forest.find_axis(p.axis) for p in cut.parts] or [pair.axes[0]]
         several = {*self.found.matching.experts.values()}
         names = {a: "hidden" for a in axes if a not in pair.axes}
         told = [*pair.axes, *(a for a in axes if a in several)]
@@ -169,7 +169,7 @@ class _Summary:
             local_sizes=tuple(self._count_local_units(partition, r) for r in range(tp)),
             openers=pair.openers,
             closers=pair.closers,
-            expression=self.forest.text(self._find_dim(pair, carrying), names),
+            expression=self.forest.format(self._find_dim(pair, carrying), names),
             module=module,
             split=bool(cut.parts),
             note=self._describe_copies(cut) or self._describe_split_experts(pair)
@@ -187,7 +187,7 @@ class _Summary:
     def _count_local_units(self, cut: Partition, rank: int) -> int:
         """The units of all its axes that a rank has."""
         tp = self.call.tp
-        sizes = [(self.forest.named(p.axis).size.coefficient, p) for p in cut.parts]
+        sizes = [(self.forest.find_axis(p.axis).size.coefficient, p) for p in cut.parts]
         return prod(Extent(n, p.parts, p.stride).part(rank, tp)[1] for n, p in sizes)
 
     def _describe_copies(self, cut: Partition) -> str:
@@ -216,7 +216,7 @@ class _Summary:
         dims = self.analysis.dims[(opener, 0)] if pair.vocabulary else ()
         several = self.found.matching.experts
         experts = [several[n] for n in (*pair.openers, *pair.closers) if n in several]
-        others = (a for d in dims for a in self.forest.leaves(d))
+        others = (a for d in dims for a in self.forest.list_leaves(d))
         axes = {a.name for a in (*pair.axes, *experts, *others)}
         weight: dict[Partition, int] = defaultdict(int)
         for name in (*pair.openers, *pair.closers):
@@ -268,7 +268,7 @@ class _Summary:
         )
 
     def _count_units(self, partition: Partition) -> int:
-        sizes = [self.forest.named(axis).size.coefficient for axis in partition.axes]
+        sizes = [self.forest.find_axis(axis).size.coefficient for axis in partition.axes]
         return prod(sizes) if any(p.parts for p in partition.parts) else sum(sizes)
 
     def _find_split(self, name: str, placement: Placement) -> Split | None:

@@ -159,7 +159,7 @@ def make_subgroups(group: Group, plan: Plan) -> None:
     for record in plan.parameters.values() if plan.training and group_exists(group.name) else ():
         if record.gradient_partial and record.split:
             split = Split.decode(record.split)
-            found = [split.peers(piece, group.rank, group.size) for piece in split.segments]
+            found = [split.find_peers(piece, group.rank, group.size) for piece in split.segments]
             for peers in dict.fromkeys(p for p in found if p.count > 1):
                 name_subgroup(group.name, peers)
 

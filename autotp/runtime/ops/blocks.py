@@ -98,7 +98,7 @@ def list_segments(
     dim = dim % x.dim()
     cut = fit_local_split(split, x.size(dim), dim, rank, parts)
     pieces = _list_local_pieces(x, dim, cut, rank, parts)
-    return pieces, [cut.peers(s, rank, parts) for s in cut.segments]
+    return pieces, [cut.find_peers(s, rank, parts) for s in cut.segments]
 
 
 def reorder_segments(pieces: Sequence[Tensor], dim: int) -> Tensor:

@@ -115,7 +115,7 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _Converting, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        conversion = ctx.conversion.reversed()
+        conversion = ctx.conversion.reverse()
         with ctx.communicator.backward(str(conversion.forward)) as communicator:
             back = _convert(gradients, conversion, ctx.wire.reversed(), communicator)
         return None, None, None, *back

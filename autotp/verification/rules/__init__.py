@@ -1,1 +1,1 @@
-"""Whether the rows of rules/ are right: each op run on shards and compared."""
+"""Verifies the rows of rules/: runs each op on shards, and compares."""

@@ -1,4 +1,4 @@
-"""Calls of one op as programs of one node: random tensors, samples, cases."""
+"""Builds programs of one node from calls of one op: random tensors, samples, cases."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from autotp.planner.propagate import propagate
 
 @dataclass(frozen=True, slots=True)
 class RandomTensor:
-    """A random tensor: numbers in [low, high), or flags; if `fixed`, never a parameter."""
+    """A random tensor: numbers in [low, high), or booleans; if `fixed`, never a parameter."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -58,7 +58,7 @@ def complexes(*shape: int) -> RandomTensor:
 
 
 def fixed(*shape: int) -> RandomTensor:
-    """Floats from 0.5 to 2 that take no gradient (the op has none for them)."""
+    """Floats from 0.5 to 2 without a gradient, because the op has none for them."""
     return RandomTensor(shape, torch.float64, 0.5, 2, fixed=True)
 
 
@@ -74,20 +74,20 @@ def flags(*shape: int) -> RandomTensor:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Arguments of one call, with `RandomTensor` (or ready tensors) where tensors stand."""
+    """The arguments of one call, with `RandomTensor` (or real tensors) for its tensors."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def call(*args: Any, **kwargs: Any) -> Sample:
-    """The sample of one call."""
+    """A sample with these arguments."""
     return Sample(args, kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """One call as a program: its tensors by name, its analysis, its node's use."""
+    """One call as a program, with its tensors by name and its analysis."""
 
     program: Program
     tensors: Mapping[str, Tensor]
@@ -100,15 +100,15 @@ class OpCase:
 
 
 def build_cases(op: str, sample: Sample, rules: Rulebook) -> Iterator[OpCase]:
-    """The case with every tensor a parameter, then with each smaller set; never none."""
+    """The case with every tensor a parameter, then with each smaller non-empty set."""
     generator = torch.Generator().manual_seed(0)
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
-    drawn = [x.make(generator) if isinstance(x, RandomTensor) else x for x in flat]
+    tensors = [x.make(generator) if isinstance(x, RandomTensor) else x for x in flat]
     never = frozenset(k for k, x in enumerate(flat) if isinstance(x, RandomTensor) and x.fixed)
-    places = [k for k, x in enumerate(drawn) if isinstance(x, Tensor) and k not in never]
+    places = [k for k, x in enumerate(tensors) if isinstance(x, Tensor) and k not in never]
     for count in range(len(places)):
         for constant in combinations(places, count):
-            yield _build_case(op, drawn, spec, frozenset(constant) | never, rules)
+            yield _build_case(op, tensors, spec, frozenset(constant) | never, rules)
 
 
 def _build_case(
@@ -151,7 +151,7 @@ def find_overload(op: str) -> Any:
 
 
 def run_unsharded(op: str, flat: list[Any], spec: pytree.TreeSpec) -> Any:
-    """What the op gives on whole tensors."""
+    """The results of the op on unsharded tensors."""
     args, kwargs = pytree.tree_unflatten(flat, spec)
     return find_overload(op)(*args, **kwargs)
 

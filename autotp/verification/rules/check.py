@@ -1,6 +1,6 @@
-"""The law of every row of a rulebook: what was tried, and whether it holds.
+"""Checks every row of a rulebook.
 
-Samples are run as they stand and at random sizes, most of them uneven, wherever the op takes those.
+Samples are run as written, and at random sizes, most of them uneven, if the op accepts these.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,9 @@ _SIZES = (3, 5, 7, 8, 9, 10, 11, 13)
 
 
 def check_rules(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[Verdict]:
-    """One verdict a row, by op name.
+    """One verdict per row, by op name.
 
-    - `ops`: a glob over names of ops. `seed`: of the random sizes.
+    - `ops`: a glob for the names of ops. `seed`: of the random sizes.
     """
     for op, row in sorted(rules.rows.items()):
         if fnmatchcase(op, ops):
@@ -40,7 +40,7 @@ def check_rules(rules: Rulebook, *, ops: str = "*", seed: int = 0) -> Iterator[V
 
 
 _VERIFIED: set[tuple[str, ...]] = set()
-"""The files of rules that were found right in this process."""
+"""The files of rules that have been verified in this process."""
 
 
 def require_valid_rules(rules: Rulebook) -> None:
@@ -104,19 +104,19 @@ def _list_cases(row: Row, rules: Rulebook, random: Random) -> Iterator[OpCase]:
 
 
 def _find_case(op: str, sample: Sample, rules: Rulebook) -> OpCase | None:
-    """The first case of a sample; None if the op does not take it, forward and backward."""
+    """The first case of a sample; None if the op does not accept it, forward and backward."""
     try:
         case = next(build_cases(op, sample, rules), None)
     except _REFUSALS:
         return None
     if case is None:
         return None
-    whole = [s for s in list_strategies(case, 2, training=True) if s.label == "replicated"]
-    return None if find_violations(case, 2, only=whole) else case
+    replicated = [s for s in list_strategies(case, 2, training=True) if s.label == "replicated"]
+    return None if find_violations(case, 2, only=replicated) else case
 
 
 def _resize_sample(sample: Sample, random: Random) -> Sample | None:
-    """The sample with other sizes of its tensors, equal ones equal; None if some are given."""
+    """The sample with other sizes, equal where they were; None if it has real tensors."""
     flat, spec = pytree.tree_flatten((sample.args, dict(sample.kwargs)))
     if any(isinstance(x, Tensor) for x in flat):
         return None

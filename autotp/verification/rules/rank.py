@@ -1,4 +1,4 @@
-"""A rewritten graph run as one rank would, without a group: what the laws of rules look at."""
+"""Runs a rewritten graph as one rank would, without a group, for the checks of rules."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,23 +14,23 @@ __all__ = ["RankInterpreter"]
 
 
 class RankInterpreter(fx.Interpreter):
-    """Runs a rewritten graph as one rank would, without a group."""
+    """Interprets a rewritten graph as one rank, without a group."""
 
     def __init__(self, graph: fx.Graph, tensors: Mapping[str, Tensor], rank: int, tp: int) -> None:
         super().__init__(nn.Module(), graph=graph)
         self.tensors, self.rank, self.tp = tensors, rank, tp
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The tensor that a parameter or constant was given as."""
+        """The tensor of a parameter or constant."""
         return self.tensors[target]
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The op itself; those that ask for the group, as this rank does them."""
+        """Run an op; of an op that needs the group, the part of this rank."""
         if getattr(target, "namespace", "") != "autotp":
             return super().call_function(target, args, kwargs)
         given = bind_arguments(target, args, kwargs)
         match target._schema.name.partition("::")[2]:
-            case "share_gradients":  # they are looked at unsummed
+            case "share_gradients":  # the check reads them before the sum
                 return given["xs"]
             case "local_bounds":
                 return find_own_bounds(given["bounds"], self.rank, self.tp)

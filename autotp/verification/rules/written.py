@@ -1,9 +1,9 @@
-"""Reads the sample calls of a row: the arguments of one call of its op, in Python's notation.
+"""Parses the sample calls of a row: the arguments of one call of its op, in Python's notation.
 
     samples = ["real(6, 2, 12), real(12), eps=1e-6", "[integers(6, below=12)], real(6, 12), 1"]
 
-The text is parsed, never evaluated. It may hold literals, lists, dtypes such as `torch.float64`,
-and calls of the functions that describe random tensors, or of `torch.tensor`.
+The text is parsed, never evaluated. It may contain literals, lists, dtypes such as `torch.float64`,
+and calls of `torch.tensor` or of the functions that describe random tensors.
 """
 
 import ast
@@ -41,11 +41,11 @@ _DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x
 
 
 def parse_sample(text: str) -> Sample:
-    """The call that `text` writes; RuleError says what is wrong with it, and how to write one."""
+    """The sample that `text` describes; RuleError says what is wrong and how to write one."""
     try:
         call = ast.parse(f"call({text})", mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
-            raise ValueError("this is more than the arguments of one call")
+            raise ValueError("it is more than the arguments of one call")
         return Sample(*_parse_arguments(call))
     except (SyntaxError, TypeError, ValueError, RuntimeError) as error:
         reason = error.msg if isinstance(error, SyntaxError) else error

@@ -1,8 +1,8 @@
-"""The interpreter of all ranks' graphs at once.
+"""Interprets the graphs of all ranks at once.
 
-One idea: the ranks' graphs are one graph, run node by node; what differs is the tensors. An
-ordinary node runs once a rank, on that rank's values alone; a node that asks for the group runs
-once, as a joint function over all ranks' tensors.
+The ranks' graphs have the same nodes, and only their tensors differ. An ordinary node runs once per
+rank, on the values of that rank; a node that needs the group runs once, as a joint function over
+the tensors of all ranks.
 """
 
 from collections import Counter
@@ -23,19 +23,19 @@ from autotp.verification.simulate.collectives import NAMESPACES, Tally, run_join
 __all__ = ["OUTPUT", "Observe", "RankGraph", "RankTensors", "Read", "Walker", "find_flat_name"]
 
 Observe: TypeAlias = Callable[[str, list[Tensor]], None]
-"""Told of each tensor as it is made: the flat node's name, and its value on each rank."""
+"""Called for each tensor when it is computed: name of the flat node, value on each rank."""
 
 Read: TypeAlias = Callable[[int, str, str, Tensor], Tensor]
-"""Stands between a value and its reader: rank, the flat names of value and reader, the value; what
-it returns is read. What the model returns is read by OUTPUT."""
+"""Called for each value that a node reads: rank, flat names of value and reader, the value; the
+node reads what it returns. The reader of the model's results is OUTPUT."""
 
 OUTPUT = "output"
 
 Result: TypeAlias = Any
-"""What a node gives on one rank: a tensor, a number, a tuple of them."""
+"""The result of a node on one rank: a tensor, a number, or a tuple of them."""
 
 Target: TypeAlias = Any
-"""What a node calls: fx types it as a string or a function, here it is an op."""
+"""The target of a node: in fx a string or a function, here an op."""
 
 Given: TypeAlias = tuple[tuple[Result, ...], dict[str, Result]]
 """Positional and keyword arguments of one call."""
@@ -43,11 +43,11 @@ Given: TypeAlias = tuple[tuple[Result, ...], dict[str, Result]]
 
 @dataclass(frozen=True, slots=True)
 class RankGraph:
-    """What one rank runs: graphs on a tree of modules.
+    """The graphs of one rank, and the modules on which they run.
 
     - `layers`: the graph of each `call_module` target, run on the module at that path.
-    - `origin`: node to the name of the flat node whose value it is.
-    - `lifted`: constants that are in no module, by `get_attr` name.
+    - `origin`: for each node, the name of the corresponding flat node.
+    - `lifted`: constants outside all modules, by `get_attr` name.
     """
 
     module: nn.Module
@@ -58,30 +58,30 @@ class RankGraph:
 
 
 class RankTensors:
-    """One rank's parameters, buffers and inputs, in the dtype that is computed in."""
+    """The parameters, buffers and inputs of one rank, in the dtype of the computation."""
 
-    def __init__(self, part: RankGraph, dtype: torch.dtype | None) -> None:
-        """Those of `part`; without a `dtype`, as they are."""
-        self.part, self.dtype = part, dtype
-        named = dict(part.module.named_parameters())
-        self.parameters = {name: self._leaf(p) for name, p in named.items()}
+    def __init__(self, graph: RankGraph, dtype: torch.dtype | None) -> None:
+        """The tensors of `graph`; without a `dtype`, in their own dtypes."""
+        self.graph, self.dtype = graph, dtype
+        named = dict(graph.module.named_parameters())
+        self.parameters = {name: self._make_leaf(p) for name, p in named.items()}
         self.known: dict[int, Tensor] = {id(p): self.parameters[n] for n, p in named.items()}
 
-    def attribute(self, module: nn.Module, target: str) -> Result:
-        """What a `get_attr` node of a graph on `module` reads."""
-        if target in self.part.lifted:
-            return self._cast(self.part.lifted[target])
+    def read_attribute(self, module: nn.Module, target: str) -> Result:
+        """The value of a `get_attr` node of a graph on `module`."""
+        if target in self.graph.lifted:
+            return self._cast(self.graph.lifted[target])
         value: Result = module
         for name in target.split("."):
             value = getattr(value, name)
         return self._cast(value) if isinstance(value, Tensor) else value
 
-    def input(self, value: Tensor) -> Tensor:
-        """A copy of an input, the rank's own."""
+    def copy_input(self, value: Tensor) -> Tensor:
+        """A copy of an input for this rank."""
         copy = self._cast(value).detach().clone()
         return copy.requires_grad_(value.requires_grad)
 
-    def _leaf(self, parameter: Tensor) -> Tensor:
+    def _make_leaf(self, parameter: Tensor) -> Tensor:
         if self._fits(parameter):
             return parameter
         return parameter.detach().to(self.dtype).requires_grad_(parameter.requires_grad)
@@ -96,34 +96,34 @@ class RankTensors:
 
 
 class Walker:
-    """The interpreter of all ranks' graphs at once."""
+    """Interprets the graphs of all ranks at once."""
 
     def __init__(
         self,
-        parts: Sequence[RankGraph],
+        graphs: Sequence[RankGraph],
         tensors: Sequence[RankTensors],
         observe: Observe | None,
         read: Read | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """One that runs `parts` on `tensors`, in the same order."""
-        self.parts, self.tensors, self.dtype = parts, tensors, dtype
+        """An interpreter of `graphs` on `tensors`, both in the order of the ranks."""
+        self.graphs, self.tensors, self.dtype = graphs, tensors, dtype
         self.observe, self.read = observe, read
         self.tally: Tally = Counter()
         self.seen: set[str] = set()
-        self.origin = {node: name for part in parts for node, name in part.origin.items()}
-        self.random = [torch.get_rng_state() for _ in parts]
+        self.origin = {node: name for g in graphs for node, name in g.origin.items()}
+        self.random = [torch.get_rng_state() for _ in graphs]
 
     def run(
         self, path: str, graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[Result]]
     ) -> list[Result]:
-        """Each rank's results of its graph, of the module at `path`, for its `inputs`."""
+        """The results of each rank's graph, of the module at `path`, for that rank's `inputs`."""
         feeds = [iter(given) for given in inputs]
         values: list[dict[fx.Node, Result]] = [{} for _ in graphs]
         last = [_find_last_uses(graph) for graph in graphs]
         results: list[Result] = []
         for nodes in _zip_nodes(path, graphs):
-            results = self._results(path, nodes, values, feeds)
+            results = self._compute(path, nodes, values, feeds)
             self._show(path, nodes[0], results)
             for node, known, result, uses in zip(nodes, values, results, last, strict=True):
                 known[node] = result
@@ -131,7 +131,7 @@ class Walker:
                     del known[done]
         return results
 
-    def _results(
+    def _compute(
         self,
         path: str,
         nodes: Sequence[fx.Node],
@@ -143,51 +143,51 @@ class Walker:
         if node.op == "placeholder":
             return [next(feed) for feed in feeds]
         if node.op == "get_attr":
-            modules = [part.module.get_submodule(path) for part in self.parts]
+            modules = [graph.module.get_submodule(path) for graph in self.graphs]
             with _blame_node(node):
                 return [
-                    own.attribute(module, str(node.target))
+                    own.read_attribute(module, str(node.target))
                     for own, module in zip(self.tensors, modules, strict=True)
                 ]
-        args = [self._operands(path, rank, nodes[rank], values[rank]) for rank in ranks]
+        args = [self._read_operands(path, rank, nodes[rank], values[rank]) for rank in ranks]
         if node.op == "output":
             return [positional[0] for positional, _ in args]
-        if node.op == "call_module" and str(node.target) in self.parts[0].layers:
+        if node.op == "call_module" and str(node.target) in self.graphs[0].layers:
             target = str(node.target)
-            layers = [part.layers[target] for part in self.parts]
+            layers = [graph.layers[target] for graph in self.graphs]
             return self.run(target, layers, [positional for positional, _ in args])
         with _blame_node(node):
-            return self._called(node, args)
+            return self._call(node, args)
 
-    def _called(self, node: fx.Node, args: Sequence[Given]) -> list[Result]:
+    def _call(self, node: fx.Node, args: Sequence[Given]) -> list[Result]:
         target: Target = node.target
         name = name_op(target)
         if name.partition("::")[0] in NAMESPACES or node.op != "call_function":
             return run_jointly(name, [bind_arguments(target, *given) for given in args], self.tally)
         if torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()):
-            return [self._drawn(rank, target, given) for rank, given in enumerate(args)]
+            return [self._run_random(rank, target, given) for rank, given in enumerate(args)]
         return [target(*positional, **keywords) for positional, keywords in args]
 
-    def _drawn(self, rank: int, target: Target, given: Given) -> Result:
-        """What a random op gives on `rank`, whose generator goes on where it stood."""
+    def _run_random(self, rank: int, target: Target, given: Given) -> Result:
+        """The result of a random op on `rank`, with that rank's random state."""
         torch.set_rng_state(self.random[rank])
         result = target(*given[0], **given[1])
         self.random[rank] = torch.get_rng_state()
         return result
 
-    def _operands(
+    def _read_operands(
         self, path: str, rank: int, node: fx.Node, known: Mapping[fx.Node, Result]
     ) -> Given:
         def value(item: Result) -> Result:
             if isinstance(item, fx.Node):
-                return self._operand(path, rank, node, item, known[item])
+                return self._read(path, rank, node, item, known[item])
             return _replace_dtype(item, self.dtype) if isinstance(item, torch.dtype) else item
 
         positional: Result = map_aggregate(node.args, value)
         keywords: Result = map_aggregate(node.kwargs, value)
         return tuple(positional), dict(keywords)
 
-    def _operand(self, path: str, rank: int, node: fx.Node, item: fx.Node, found: Result) -> Result:
+    def _read(self, path: str, rank: int, node: fx.Node, item: fx.Node, found: Result) -> Result:
         passed_on = node.op == "call_module" or (node.op == "output" and path)
         if self.read is None or passed_on or not isinstance(found, Tensor):
             return found
@@ -197,7 +197,7 @@ class Walker:
         return find_flat_name(self.origin, path, node)
 
     def _show(self, path: str, node: fx.Node, results: list[Result]) -> None:
-        """Tells the observer, once for each flat value, where it is made."""
+        """Call the observer, once for each flat value."""
         passed_on = node.op in ("call_module", "output") or (node.op == "placeholder" and path)
         if self.observe is None or passed_on or not isinstance(results[0], Tensor):
             return
@@ -210,8 +210,7 @@ class Walker:
 def find_flat_name(origin: Mapping[fx.Node, str], path: str, node: fx.Node) -> str:
     """The name of the flat node that `node`, of the module at `path`, stands for.
 
-    Constraints: it is OUTPUT for what the graph returns; a node without a flat one is called by its
-    place in the tree.
+    It is OUTPUT for the results of the graph; a node without a flat one is named by its path.
     """
     return OUTPUT if node.op == "output" else origin.get(node) or f"{path}/{node.name}"
 
@@ -223,7 +222,7 @@ def _zip_nodes(path: str, graphs: Sequence[fx.Graph]) -> Iterator[tuple[fx.Node,
         if any((n.op, n.target) != (nodes[0].op, nodes[0].target) for n in nodes):
             found = "; ".join(f"rank {rank} {n.name}" for rank, n in enumerate(nodes))
             raise VerifyError(
-                f"{describe_node(nodes[0])}: the {len(nodes)} ranks run different ops here: {found}. "
+                f"{describe_node(nodes[0])}: {len(nodes)} ranks run different ops here: {found}. "
                 "Give every rank the same graph"
             )
         yield nodes
@@ -235,7 +234,7 @@ def _zip_nodes(path: str, graphs: Sequence[fx.Graph]) -> Iterator[tuple[fx.Node,
 
 
 def _find_last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nobody needs after it."""
+    """For each node, the values that no later node needs."""
     last: dict[fx.Node, list[fx.Node]] = {}
     done: set[fx.Node] = set()
     for node in reversed(graph.nodes):
@@ -247,7 +246,7 @@ def _find_last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _replace_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """`own`, or what stands for it when floating values are computed in `dtype`."""
+    """The dtype of a tensor of dtype `own` when floating-point values are computed in `dtype`."""
     if dtype is None or not (own.is_floating_point or own.is_complex):
         return own
     return dtype.to_complex() if own.is_complex else dtype
@@ -255,7 +254,7 @@ def _replace_dtype(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 @contextmanager
 def _blame_node(node: fx.Node) -> Generator[None]:
-    """Errors of the code inside name `node`."""
+    """Raise errors of the enclosed code as VerifyError that names `node`."""
     try:
         yield
     except (AutotpError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:

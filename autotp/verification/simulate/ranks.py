@@ -1,4 +1,4 @@
-"""What all ranks compute for given inputs, in one process without any group."""
+"""Computes what all ranks compute for given inputs, in one process without a group."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,11 +24,13 @@ __all__ = ["Simulation", "list_input_leaves", "simulate", "find_variant", "walk_
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What a walk of all ranks gave.
+    """The results of a run of all ranks.
 
-    - `outputs`: each rank's, as the model returns them. `parameters`: each rank's own, by name; the
-      leaves that gradients belong to. Inputs that require grad are among them, as `input x`.
-    - `collectives`: `"forward all_reduce"` to its count; `"backward …"` grows while autograd runs.
+    - `outputs`: of each rank, as the model returns them.
+    - `parameters`: of each rank, by name: the leaves to differentiate by. Inputs that require grad
+      are among them, as `input x`.
+    - `collectives`: the count of each, such as `"forward all_reduce"`; those of the backward are
+      added while autograd runs.
     """
 
     outputs: list[Any]
@@ -44,28 +46,29 @@ def simulate(
     read: Read | None = None,
     dtype: torch.dtype | None = None,
 ) -> Simulation:
-    """What the processes that hold `models`, one a rank, would compute for `inputs`.
+    """What the processes with `models`, one per rank, would compute for `inputs`.
+
+    - `models`: in the order of their ranks; their number is the size of the group.
+    - `dtype`: a floating-point dtype to compute in, instead of those of the parameters, buffers,
+      inputs and graphs.
 
     Constraints:
-    - `models` are in the order of their ranks; their number is the group's size.
-    - `dtype` computes in another floating dtype than the graphs say (float64, to settle doubts):
-      parameters, buffers, inputs and the dtypes in the graphs are exchanged for it.
-    - Random ops draw the same on every rank, as in processes that were seeded alike.
+    - Random ops draw the same numbers on every rank, as in processes with equal seeds.
     - Hooks of modules do not run.
     """
     inputs = flatten_caches(dict(inputs))
     variants = [find_variant(model, inputs) for model in models]
-    parts = [
+    graphs = [
         RankGraph(model, variant.outlined.root, variant.outlined.layers, variant.outlined.origin)
         for model, variant in zip(models, variants, strict=True)
     ]
     caches = variants[0].plan.caches
     program = variants[0].program
-    return walk_ranks(parts, program, inputs, caches, observe=observe, read=read, dtype=dtype)
+    return walk_ranks(graphs, program, inputs, caches, observe=observe, read=read, dtype=dtype)
 
 
 def walk_ranks(
-    parts: Sequence[RankGraph],
+    graphs: Sequence[RankGraph],
     program: Program,
     inputs: Mapping[str, Any],
     caches: Mapping[str, CacheRecord] | None = None,
@@ -74,22 +77,24 @@ def walk_ranks(
     read: Read | None = None,
     dtype: torch.dtype | None = None,
 ) -> Simulation:
-    """What `parts` compute in lockstep; `program` names their inputs and shapes their outputs.
+    """What `graphs` compute in lockstep; `program` names the inputs and gives the output structure.
 
-    A whole model is the case of one part: `RankGraph(model, program.graph, {}, {})`. Caches go in and
-    come out whole; `caches` says which parts of them the ranks have.
+    An unsharded model is a single graph: `RankGraph(model, program.graph, {}, {})`. Caches are
+    unsharded in the inputs and outputs; `caches` says how the ranks shard them.
     """
-    tensors = [RankTensors(part, dtype) for part in parts]
+    tensors = [RankTensors(graph, dtype) for graph in graphs]
     leaves = name_leaves(inputs)
-    kept = _CacheShards(program, caches or {}, len(parts))
+    shards = _CacheShards(program, caches or {}, len(graphs))
     given = [
-        [own.input(kept.part(name, leaves[name], rank)) for name in program.inputs]
+        [own.copy_input(shards.slice(name, leaves[name], rank)) for name in program.inputs]
         for rank, own in enumerate(tensors)
     ]
-    walker = Walker(parts, tensors, observe, read, dtype)
+    walker = Walker(graphs, tensors, observe, read, dtype)
     with _set_default_dtype(dtype):
-        flat = walker.run("", [part.root for part in parts], given)
-    outputs = [pytree.tree_unflatten(results, program.out_spec) for results in kept.joined(flat)]
+        flat = walker.run("", [graph.root for graph in graphs], given)
+    outputs = [
+        pytree.tree_unflatten(results, program.out_spec) for results in shards.concatenate(flat)
+    ]
     leaves_of = [
         own.parameters | list_input_leaves(zip(program.inputs, mine, strict=True))
         for own, mine in zip(tensors, given, strict=True)
@@ -99,35 +104,35 @@ def walk_ranks(
 
 @dataclass(frozen=True, slots=True)
 class _CacheShards:
-    """The tensors of a program's cache, cut for the ranks as `caches` says."""
+    """Shards the tensors of a program's cache as `caches` says."""
 
     program: Program
     caches: Mapping[str, CacheRecord]
     ranks: int
 
-    def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        """A rank's part of an input; all of it if it is no cache's, or not cut."""
+    def slice(self, name: str, full: Tensor, rank: int) -> Tensor:
+        """A rank's shard of an input; all of it if it is not of a cache, or not sharded."""
         paths = {carried.taken: carried.path for carried in self.program.carried.values()}
         record = self.caches.get(paths.get(name, ""))
         if record is None or record.dim is None:
-            return whole
-        return slice_block(whole, record.dim, Split.decode(record.split), rank, self.ranks)
+            return full
+        return slice_block(full, record.dim, Split.decode(record.split), rank, self.ranks)
 
-    def joined(self, flat: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """The ranks' outputs, with the tensors of caches put together."""
+    def concatenate(self, flat: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The ranks' outputs, with the shards of caches concatenated."""
         outputs = [list(results) for results in flat]
         for number, carried in self.program.carried.items():
             record = self.caches.get(carried.path)
             if record is not None and record.dim is not None:
-                parts = [results[number] for results in outputs]
-                whole = concatenate_shards(parts, record.dim, Split.decode(record.split))
+                shards = [results[number] for results in outputs]
+                full = concatenate_shards(shards, record.dim, Split.decode(record.split))
                 for results in outputs:
-                    results[number] = whole
+                    results[number] = full
         return outputs
 
 
 def list_input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]:
-    """Those inputs whose gradient is wanted, as `input x`, which no parameter is called."""
+    """The inputs that require grad, as `input x`, which cannot be the name of a parameter."""
     return {
         f"input {name}": value
         for name, value in inputs
@@ -136,7 +141,7 @@ def list_input_leaves(inputs: Iterable[tuple[str, object]]) -> dict[str, Tensor]
 
 
 def find_variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
-    """The graph that answers a call of `model` with `inputs`, captured now if need be."""
+    """The variant for a call of `model` with `inputs`, captured now if necessary."""
     ShardedModel.prepare(model, **inputs)
     key = ShardedModel.key(model, **inputs)
     given = {name: flatten_caches(value) for name, value in inputs.items() if value is not None}
@@ -146,7 +151,7 @@ def find_variant(model: ShardedModel, inputs: Mapping[str, Any]) -> Variant:
 
 @contextmanager
 def _set_default_dtype(dtype: torch.dtype | None) -> Generator[None]:
-    """Tensors made without a dtype are of `dtype` inside."""
+    """Make `dtype` the default dtype in the enclosed code."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
