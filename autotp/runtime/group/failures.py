@@ -137,4 +137,4 @@ def _name_note(group: dist.ProcessGroup, rank: int) -> str:
 
 def _find_store() -> Store | None:
     """Find the store through which the ranks started; None without a default group."""
-    return _c10d._get_default_find_store() if dist.is_initialized() else None
+    return _c10d._get_default_store() if dist.is_initialized() else None
