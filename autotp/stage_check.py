@@ -1,8 +1,8 @@
-"""Raises what the postcondition of a stage finds, as the error of that stage.
+"""Raise the faults that the postcondition of a stage finds, as the error of that stage.
 
 The postconditions are in the rooms of their stages (`capture.postconditions`,
-`planner.postconditions`). They are checked where `debug=True` asks for it, and in every process
-whose environment has AUTOTP_CHECK_STAGES=1.
+`planner.postconditions`). They are checked with `debug=True`, and in every process with
+AUTOTP_CHECK_STAGES=1 in its environment.
 """
 
 import os
@@ -15,25 +15,25 @@ from autotp.errors import AutotpError, CaptureError, PlanError, RuleError
 __all__ = ["SWITCH", "Stage", "check_stage", "is_switched_on"]
 
 SWITCH: Final = "AUTOTP_CHECK_STAGES"
-"""The environment variable that has every stage checked where it is 1."""
+"""The environment variable that turns the check of every stage on if it is 1."""
 Stage: TypeAlias = Literal["capture", "propagate", "match", "formulate"]
 
 _SHOWN = 5  # faults in one message
 _ERRORS: Mapping[Stage, tuple[type[AutotpError], str]] = {
-    "capture": (CaptureError, "the captured graph is not what later stages take for granted"),
+    "capture": (CaptureError, "the captured graph is not what later stages rely on"),
     "propagate": (RuleError, "dims or rules contradict the graph"),
     "match": (PlanError, "pairs of parameters contradict the rules of the ops that read them"),
-    "formulate": (PlanError, "the placement problem is not one of this graph"),
+    "formulate": (PlanError, "the placement problem does not fit the graph"),
 }
 
 
 def is_switched_on() -> bool:
-    """Whether the environment asks for the checks."""
+    """Whether the environment turns the checks on."""
     return os.environ.get(SWITCH) == "1"
 
 
 def check_stage(stage: Stage, model: str, faults: Iterator[str]) -> None:
-    """Raise the error of `stage` if there are `faults` in what it made of the model `model`."""
+    """Raise the error of `stage` if there are `faults` in its result for the model `model`."""
     shown = list(islice(faults, _SHOWN))
     if not shown:
         return

@@ -1,4 +1,4 @@
-"""The dim algebra: every dim of every value is an expression over axes, refined as ops are met.
+"""The dim algebra: every dim of every value is an expression over axes, refined op by op.
 
 A dim is a product of atoms, major to minor; an atom is a leaf, or stands for a product of atoms, or
 for a sum (concatenated segments, each a dim of its own):
@@ -8,8 +8,8 @@ for a sum (concatenated segments, each a dim of its own):
     Falcon's fused qkv     (H + 1 + 1)*d
 
 A `Forest` holds the atoms in union-find trees, so a refinement found late (a view of o_proj's
-input) reaches every dim that uses the atom (q_proj's output). Leaves that end up united are one
-*axis*.
+input) reaches every dim that uses the atom (q_proj's output). Leaves that are
+united are one *axis*.
 
 Constraints:
 - Atoms of size 1 are dropped: a dim of size 1 is the empty product.
@@ -36,7 +36,7 @@ class Atom:
     """A node of the forest. `parts` is its product, `segments` its sum; a leaf has neither.
 
     `data` marks a size that belongs to the data (batch, sequence): never split over the group;
-    `groups` says how rows are grouped, where a grouped product reads them.
+    `groups` describes grouped rows, which a grouped product reads.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Atom:
 
     @property
     def is_splittable(self) -> bool:
-        """Whether it is an axis of several units, as many in every call, that is no data's."""
+        """Whether it is an axis of a static size above 1 that is not a size of the data."""
         return self.units > 1 and self.segments is None and not self.data
 
 
@@ -129,9 +129,7 @@ class Forest:
     # ── uniting ──────────────────────────────────────────────────────────────────────────────
 
     def unify(self, one: Dim, other: Dim) -> bool:
-        """Whether two dims of one size could be made one; refinements made on the way stay
-        valid.
-        """
+        """Unite two dims of one size; return whether that succeeded. Refinements stay either way."""
         left, right = list(self.flatten(one)), list(self.flatten(other))
         while left and right:
             a, b = self.find(left[0]), self.find(right[0])
@@ -153,7 +151,7 @@ class Forest:
         return a.size.over(b.size) is not None and self.split_major(a, b.size)
 
     def split_major(self, atom: Atom, major: Size) -> bool:
-        """Whether `atom` could be made a product whose first factor has size `major`."""
+        """Make `atom` a product whose first factor has size `major`; return whether that succeeded."""
         minor = atom.size.over(major)
         if minor is None:
             return False
@@ -180,7 +178,7 @@ class Forest:
         return True
 
     def split_dim(self, dim: Dim, minor: Size) -> tuple[Dim, Dim] | None:
-        """`dim` as (major, minor) where the minor part has size `minor`, else None."""
+        """`dim` as (major, minor), where the minor factor has size `minor`; None if impossible."""
         tail: list[Atom] = []
         rest = list(self.flatten(dim))
         while (left := minor.over(self.size(tail))) is not None and left != ONE:
@@ -204,7 +202,7 @@ class Forest:
         return atom
 
     def _merge_atoms(self, a: Atom, b: Atom) -> bool:
-        """Make two atoms of one size one, if their structures allow it."""
+        """Unite two atoms of one size; return whether their structures allow it."""
         if a.groups and b.groups and a.groups.bounds != b.groups.bounds:
             return False
         if a.segments is not None and b.segments is not None and not self._align_sums(a, b):
@@ -226,7 +224,7 @@ class Forest:
                 leaf.data = True
 
     def _align_sums(self, a: Atom, b: Atom) -> bool:
-        """Cut two sums at the same places and unite their segments one by one."""
+        """Split two sums at the same offsets and unite their segments one by one."""
         for offset in _list_boundaries(self, b):
             if not self.split_atom_at(a, offset):
                 return False
@@ -238,10 +236,10 @@ class Forest:
             return False
         return all(self.unify(s, t) for s, t in zip(ones, others, strict=True))
 
-    # ── cutting ──────────────────────────────────────────────────────────────────────────────
+    # ── splitting ──────────────────────────────────────────────────────────────────────────────
 
     def split_at(self, dim: Dim, offset: int) -> tuple[Dim, Dim] | None:
-        """`dim` as two concatenated dims, the first of static size `offset`, else None.
+        """`dim` as two concatenated dims, the first of static size `offset`; None if impossible.
 
         The atoms are refined so that the dim itself is the sum of the two.
         """
@@ -279,7 +277,7 @@ class Forest:
         return sections[0] if len(sections) == 1 else (self.make_sum(sections),)
 
     def split_atom_at(self, atom: Atom, offset: int) -> bool:
-        """Whether `atom` could be made a sum with a boundary at `offset`."""
+        """Make `atom` a sum with a boundary at `offset`; return whether that succeeded."""
         atom = self.find(atom)
         total = atom.size.static
         if total is None or not 0 < offset < total:
@@ -311,7 +309,7 @@ class Forest:
     # ── reading ──────────────────────────────────────────────────────────────────────────────
 
     def contains(self, dim: Dim, axis: Atom) -> bool:
-        """Whether some segment of `dim` contains `axis`."""
+        """Whether `axis` is a leaf of `dim`."""
         return any(leaf is axis for leaf in self.list_leaves(dim))
 
     def find_axis(self, name: str) -> Atom:
@@ -324,17 +322,17 @@ class Forest:
         return partition.among(leaves)
 
     def find_grouped_rows(self, partition: Partition) -> Atom | None:
-        """The axis of grouped rows that `partition` has; None if it has none."""
+        """The axis of grouped rows in `partition`, or None."""
         axes = (self.find_axis(name) for name in partition.axes)
         return next((axis for axis in axes if axis.groups), None)
 
     def find_row_groups(self, partition: Partition) -> Groups | None:
-        """How the rows of `partition` are grouped; None if it has no grouped rows."""
+        """The grouping of the rows of `partition`, or None."""
         rows = self.find_grouped_rows(partition)
         return rows.groups if rows else None
 
     def compute_padding(self, partition: Partition, tp: int) -> Fraction:
-        """The longest of `tp` parts of a partition times their number, over the whole."""
+        """The longest of `tp` shards times their number, relative to the unsharded size."""
         ratio = Fraction(1)
         for part in (p for p in partition.parts if not self.find_axis(p.axis).groups):
             size, parts = self.find_axis(part.axis).size.coefficient, part.parts or tp
@@ -342,7 +340,7 @@ class Forest:
         return ratio
 
     def split(self, dim: Dim, partition: Partition) -> Split | None:
-        """How `dim` is cut; None if no axis is there, one is twice, or a Split has no such form.
+        """How `dim` is sharded; None if it has no axis, one axis twice, or a form that Split lacks.
 
         Constraints: an axis has a static size.
         """
@@ -360,7 +358,7 @@ class Forest:
         return self._split_sections(sums[0], partition, before, after)
 
     def _list_extents(self, flat: Dim, partition: Partition) -> tuple[Extent, ...] | None:
-        """A product without sums: its cut axes, and what stands between them as one extent."""
+        """A product without sums: its sharded axes, with the factors between them as one extent."""
         extents: list[Extent] = []
         for part, atoms in groupby(flat, lambda atom: partition.part(atom.name)):
             size = self.size(atoms).static

@@ -1,8 +1,8 @@
-"""Rows that are grouped: what a grouped matrix product (one weight a group of rows) knows of them.
+"""Grouped rows: the operand of a grouped matrix product, which has one weight per group of rows.
 
-The rows of all groups lie one group after the other, and *bounds* say where each group ends: rows
-`bounds[g-1]` to `bounds[g]` are of group g. How many that is, only the run knows. A group of ranks
-shares the groups, whole ones, so each rank has the rows of its own.
+The rows are sorted by group, and *bounds* give the end of each group: rows `bounds[g-1]` to
+`bounds[g]` are of group g. The counts are known only at run time. Each rank owns some of the groups
+and all of their rows.
 """
 
 from dataclasses import dataclass

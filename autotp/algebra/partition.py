@@ -1,12 +1,12 @@
-"""Which axes the group cuts at once, and in how many parts each.
+"""Which axes are sharded together, and into how many shards each.
 
-Nearly always one axis, one part a rank: `a17`. Two more are needed:
+Nearly always one axis with one shard per rank: `a17`. Two other forms are needed:
 
-    a17/2:4+a18/4:1   a factored group: 2 key-value heads in 2 parts of 4 ranks each, and the query
-                      heads of each in 4 parts; a value that has `a17` alone is held by 4 ranks
-    a17+a40           two axes side by side in one fused weight, each in one part a rank
+    a17/2:4+a18/4:1   a factored group: 2 key-value heads over 2 sub-groups of 4 ranks, and the query
+                      heads of each over the 4; a value with `a17` alone has 4 copies
+    a17+a40           two axes next to each other in one fused weight, one shard each per rank
 
-A value is cut along those of the axes that it has, so its own partition is a restriction of that.
+A value is sharded along those of the axes that it has: its partition is the restriction to them.
 """
 
 from collections.abc import Container
@@ -18,7 +18,7 @@ __all__ = ["UNCUT", "Offers", "Part", "Partition"]
 
 
 class Part(NamedTuple):
-    """An axis in `parts` (0: one a rank), of which rank r holds `r // stride % parts`."""
+    """An axis in `parts` (0: one per rank), of which rank r has `r // stride % parts`."""
 
     axis: str
     parts: int = 0
@@ -50,7 +50,7 @@ class Partition:
         return tuple(p.axis for p in self.parts)
 
     def part(self, axis: str) -> Part | None:
-        """How `axis` is cut, None if it is not."""
+        """How `axis` is sharded, None if it is not."""
         return next((p for p in self.parts if p.axis == axis), None)
 
     def among(self, axes: Container[str]) -> "Partition":
@@ -59,7 +59,7 @@ class Partition:
         return self if len(kept) == len(self.parts) else Partition(kept)
 
     def without(self, axes: Container[str]) -> "Partition":
-        """What is left without `axes`."""
+        """The partition without `axes`."""
         return Partition(tuple(p for p in self.parts if p.axis not in axes))
 
 
@@ -69,9 +69,10 @@ UNCUT = Partition(())
 
 @dataclass(frozen=True, slots=True)
 class Offers:
-    """What may be cut over a group beyond the axes that it divides.
+    """What may be sharded besides the axes that the group size divides.
 
-    - `uneven`: axes that are cut into whole units, though the group does not divide them.
+    - `uneven`: axes that are sharded into complete units, although the group size does not divide
+      them.
     - `joint`: partitions of several axes.
     """
 

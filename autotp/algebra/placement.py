@@ -1,16 +1,16 @@
-"""How one value lies over a tensor-parallel group, and what changing that costs in collectives.
+"""How one value is placed on a tensor-parallel group, and which collectives change its placement.
 
-A placement says what each rank holds of a value *and* of its gradient:
+A placement describes each rank's copy or shard of a value *and* of its gradient:
 
     R    replicated: the same value on every rank, the full gradient on every rank
-    R~   replicated forward, gradient partial: what a value becomes when sharded consumers read it
+    R~   replicated forward, gradient partial: a value that sharded consumers read
     P    partial sum forward, gradient replicated
-    S    split: dim `dim` is cut along axis `axis`, forward and gradient
-    S~   split, but several ranks hold copies of some elements, and the gradients of the copies are
+    S    split: dim `dim` is sharded along axis `axis`, forward and gradient
+    S~   split, but several ranks have copies of some elements, and the gradients of the copies are
          partial: key-value heads fewer than ranks, or a segment of a fused dim without the axis
-    SS   split along two axes that stand in two dims; `dim` is the first
+    SS   split along two axes in two dims; `dim` is the first
     G    grouped rows: along `dim` a rank's own rows, those of its groups, come first; the rows
-         after them mean nothing, and neither do their gradients; the size is that of the whole
+         after them and their gradients are undefined; the size is the unsharded one
 
 Without gradients R~ equals R, and S~ equals S. A placement names dim *and* partition: a `[hidden,
 hidden]` weight has one axis in two dims, a fused QKV weight has several axes in one. A partition
@@ -61,12 +61,12 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks hold parts, less than the whole."""
+        """Whether each rank has a shard only."""
         return self.kind in ("S", "S~", "SS")
 
     @property
     def is_grouped(self) -> bool:
-        """Whether a rank has its own rows first, and others that mean nothing."""
+        """Whether a rank has its own rows first, and undefined rows after them."""
         return self.kind == "G"
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ PARTIAL = Placement("P")
 
 
 def split(dim: int, axis: str) -> Placement:
-    """The placement `S(dim, axis)`: one part of the axis per rank."""
+    """The placement `S(dim, axis)`: one shard of the axis per rank."""
     return Placement("S", dim, Partition((Part(axis),)))
 
 
@@ -102,8 +102,8 @@ FUNCTIONAL: Mapping[str, Collective] = {
 class Primitive:
     """What a conversion runs in one direction: one tensor of each rank to one tensor of each.
 
-    - `before`, `after`: what each rank does alone, before and after the `collective`.
-    - `arguments`: the names of what it takes besides its tensor and the group.
+    - `before`, `after`: the local steps before and after the `collective`.
+    - `arguments`: the names of its arguments besides the tensor and the group.
     - `aliases`: whether its result may share memory with its tensor.
     """
 
@@ -115,7 +115,7 @@ class Primitive:
 
     @property
     def sums(self) -> bool:
-        """Whether it adds what the ranks have."""
+        """Whether it sums over the ranks."""
         return self.collective in SUMS
 
     def __str__(self) -> str:
@@ -147,8 +147,8 @@ class Conversion:
     """One change of placement: the op that performs it, what it runs forward and backward.
 
     `op` is the name in the `torch.ops.autotp` namespace; `forward` and `backward` are primitives:
-    slice takes this rank's part, pad puts it back among zeros, keep_first keeps the value on rank 0
-    and zero elsewhere, slice_first does both for what is held in copies. rows_first moves this
+    slice takes this rank's shard, pad puts it back among zeros, keep_first keeps the value on rank
+    0 and is zero elsewhere, slice_first does both for elements that have copies. rows_first moves this
     rank's own rows to the front, rows_back back to where they were; zero elsewhere.
 
     Constraints: both primitives take the same arguments.
@@ -160,7 +160,7 @@ class Conversion:
 
     @property
     def sums(self) -> bool:
-        """Whether it adds what the ranks have, forward or backward."""
+        """Whether it sums over the ranks, forward or backward."""
         return self.forward.sums or self.backward.sums
 
     def reverse(self) -> "Conversion":
@@ -191,8 +191,8 @@ CONVERSIONS: dict[tuple[Kind, Kind], Conversion] = {
 }
 """Every legal change of placement, by kinds (forward / backward). Absent pairs are forbidden:
 S to P would be padding with zeros, which a solver exploits; R to P serves biases, and values
-computed from parameters alone. G to P is what the rows of grouped products are for: they are added
-where they go, by one rank each."""
+computed from parameters alone. G to P adds each row of a grouped product on the one rank that owns
+it."""
 
 CONVERSION_OPS = {conversion.op: conversion for conversion in CONVERSIONS.values()}
 """Each conversion by the name of its op."""

@@ -1,6 +1,6 @@
 """Sizes of dims: monomials, i.e. an integer coefficient times symbols (`8*s0`).
 
-Only divisibility and equality of sizes are ever asked; symbolic sizes are never ordered. Anything
+Sizes are only compared for equality and divided; symbolic sizes are never ordered. Anything
 that is not a monomial (`s0 + 3`) is one opaque symbol.
 """
 

@@ -1,17 +1,17 @@
-"""How one dim of a tensor is cut: the arithmetic of local slices.
+"""How one dim of a tensor is sharded: the arithmetic of local slices.
 
-A dim is a row-major product of extents, or a concatenation (segments) of such products. Cutting an
-extent takes, of every run of what stands before it, the units of this rank: whole ones, as evenly
-as they go (7 over 3 ranks: 3, 2, 2). A fused dim is a list of segments, each cut on its own; one
-that has nothing to cut stays whole on every rank.
+A dim is a row-major product of extents, or a concatenation (segments) of such products. A sharded
+extent gives each rank, within every repetition of the extents before it, consecutive units, as
+evenly as possible (7 over 3 ranks: 3, 2, 2). A fused dim is a list of segments, each sharded on its
+own; a segment without the axis is replicated.
 
     column of Llama's gate (dim f, axis f):           Split(1, (segment(1, f, 1),))
     GPT-2's c_attn (dim (H*d + H*d + H*d), axis H):   Split(1, (segment(1, H, d),) * 3)
     head_dim of a per-head fused QKV (H*(d+d+d), d):  Split(H, (segment(1, d, 1),) * 3)
 
-Most cuts have one part a rank. With fewer key-value heads than ranks the group is factored: q's
-heads `kv*g` are cut in both factors, 2 x 4 parts over 8 ranks, and k's `kv` in 2 parts of which 4
-ranks hold a copy each:
+Most splits have one shard per rank. With fewer key-value heads than ranks the group is factored:
+q's heads `kv*g` are sharded in both factors, 2 x 4 over 8 ranks, and k's `kv` in 2 shards, each with
+4 copies:
 
     q  Extent(kv, 2, stride 4), Extent(g, 4, stride 1), Extent(d)
     k  Extent(kv, 2, stride 4), Extent(d)
@@ -26,7 +26,7 @@ __all__ = ["Extent", "Peers", "Segment", "Split", "block", "segment", "share"]
 
 
 def share(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and length of part `index` of `size` units cut into `parts`; the first get one more.
+    """Start and length of part `index` of `size` units in `parts`; the first ones get one more.
 
     [share(7, 3, k) for k in range(3)] == [(0, 3), (3, 2), (5, 2)]
     """
@@ -35,10 +35,10 @@ def share(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 class Extent(NamedTuple):
-    """A factor of a segment: `size` units in `parts`, of which rank r holds `r // stride % parts`.
+    """A factor of a segment: `size` units in `parts`, of which rank r has `r // stride % parts`.
 
     Constraints:
-    - `parts` 0 is one part a rank, 1 is whole on every rank.
+    - `parts` 0 is one per rank, 1 is replicated.
     - `size` is -1 where it is unknown until run time.
     """
 
@@ -47,11 +47,11 @@ class Extent(NamedTuple):
     stride: int = 1
 
     def part(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Start and length of what `rank` of `ranks` holds."""
+        """Start and length of the units of `rank` of `ranks`."""
         return share(self.size, self.parts or ranks, self.at(rank, ranks))
 
     def at(self, rank: int, ranks: int) -> int:
-        """Which part `rank` of `ranks` holds."""
+        """The number of the part of `rank` of `ranks`."""
         return rank // self.stride % (self.parts or ranks)
 
     def is_even(self, ranks: int) -> bool:
@@ -61,7 +61,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Ranks that hold the same: `count` of them from `first` on, `stride` apart."""
+    """Ranks that have the same elements: `count` of them from `first` on, `stride` apart."""
 
     first: int
     count: int
@@ -81,19 +81,19 @@ class Segment:
 
     @property
     def cuts(self) -> tuple[Extent, ...]:
-        """The extents that are cut."""
+        """The sharded extents."""
         return tuple(e for e in self.extents if e.parts != 1)
 
     def length(self) -> int:
-        """The number of elements in all."""
+        """The number of elements on all ranks together."""
         return prod([e.size for e in self.extents])
 
     def local_length(self, rank: int, ranks: int) -> int:
-        """The number of elements that `rank` of `ranks` holds."""
+        """The number of elements of `rank` of `ranks`."""
         return prod([e.part(rank, ranks)[1] for e in self.extents])
 
     def spans(self, rank: int, ranks: int) -> Iterator[tuple[int, int]]:
-        """The [start, stop) intervals that `rank` holds, in order."""
+        """The [start, stop) intervals of `rank`, in order."""
         last = max((k for k, e in enumerate(self.extents) if e.parts != 1), default=-1)
         starts, run = [0], self.length()
         for k, extent in enumerate(self.extents[: last + 1]):
@@ -108,9 +108,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The cut of one dim: `outer` repetitions of the concatenated `segments`.
+    """The split of one dim: `outer` repetitions of the concatenated `segments`.
 
-    - `repeats`: the extents of which `outer` is the product, where some are cut as well.
+    - `repeats`: the extents whose product is `outer`, if some are sharded.
 
     Constraints: at most one size is -1, in a Split of one segment with `outer` 1.
     """
@@ -121,7 +121,7 @@ class Split:
 
     @property
     def is_known(self) -> bool:
-        """Whether no size is left to run time."""
+        """Whether all sizes are static."""
         return all(e.size != -1 for s in self.segments for e in s.extents)
 
     def extents(self, piece: Segment) -> tuple[Extent, ...]:
@@ -129,11 +129,11 @@ class Split:
         return (*(self.repeats or (Extent(self.outer),)), *piece.extents)
 
     def cuts(self, piece: Segment) -> tuple[Extent, ...]:
-        """Those of them that are cut."""
+        """Those extents of a segment that are sharded."""
         return tuple(e for e in self.extents(piece) if e.parts != 1)
 
     def is_block(self, ranks: int) -> bool:
-        """Whether each rank holds one run of consecutive elements."""
+        """Whether each shard is one contiguous run."""
         if self.outer != 1 or len(self.segments) != 1:
             return False
         extents = self.segments[0].extents
@@ -141,26 +141,26 @@ class Split:
         return all(e.size == (e.parts or ranks) for e in extents[:last])
 
     def is_even(self, ranks: int) -> bool:
-        """Whether all ranks hold equally many elements."""
+        """Whether all ranks have equally many elements."""
         return all(e.is_even(ranks) for s in self.segments for e in self.cuts(s))
 
     def is_exact(self, ranks: int) -> bool:
-        """Whether each element is held by one rank only."""
+        """Whether each element is on one rank only."""
         return all(self.count_copies(s, ranks) == 1 for s in self.segments)
 
     def count_copies(self, piece: Segment, ranks: int) -> int:
-        """How many ranks hold each element of a segment."""
+        """The number of ranks that have each element of a segment."""
         return ranks // prod([e.parts or ranks for e in self.cuts(piece)])
 
     def find_peers(self, piece: Segment, rank: int, ranks: int) -> Peers:
-        """The ranks that hold what `rank` holds of a segment."""
+        """The ranks with the same elements of a segment as `rank`."""
         cuts = self.cuts(piece)
         own = [e.at(rank, ranks) for e in cuts]
         same = [r for r in range(ranks) if [e.at(r, ranks) for e in cuts] == own]
         return Peers(same[0], len(same), same[1] - same[0] if len(same) > 1 else 1)
 
     def count_shared(self, ranks: int) -> dict[Peers, int]:
-        """Of what rank 0 holds, the elements that it shares, by the ranks that hold them too."""
+        """The number of rank 0's elements that have copies, by the ranks that have them."""
         found: dict[Peers, int] = {}
         for piece in self.segments:
             peers = self.find_peers(piece, 0, ranks)
@@ -170,24 +170,24 @@ class Split:
         return found
 
     def count_replicated(self) -> int:
-        """The number of elements that every rank holds."""
+        """The number of elements that are replicated on every rank."""
         return self.outer * sum(s.length() for s in self.segments if not self.cuts(s))
 
     def length(self) -> int:
-        """The number of elements of the whole dim."""
+        """The number of elements of the unsharded dim."""
         return self.outer * sum(s.length() for s in self.segments)
 
     def local_outer(self, rank: int, ranks: int) -> int:
-        """The repetitions that `rank` of `ranks` holds."""
+        """The number of repetitions on `rank` of `ranks`."""
         return prod([e.part(rank, ranks)[1] for e in self.repeats]) if self.repeats else self.outer
 
     def local_length(self, rank: int, ranks: int) -> int:
-        """The number of elements of the dim that `rank` of `ranks` holds; rank 0 has the most."""
+        """The number of elements in the shard of `rank` of `ranks`; rank 0 has the most."""
         inner = sum(s.local_length(rank, ranks) for s in self.segments)
         return self.local_outer(rank, ranks) * inner
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """The ordered, merged `[start, stop)` intervals of the whole dim that `rank` holds.
+        """The ordered, merged `[start, stop)` intervals of the unsharded dim in the shard of `rank`.
 
         Constraints: no size is -1.
         """
@@ -227,14 +227,14 @@ class Split:
 
 
 def segment(outer: int, axis: int, inner: int) -> Segment:
-    """`outer * axis * inner` elements cut along `axis`, one part a rank; whole if `axis` is 0."""
+    """`outer * axis * inner` elements sharded along `axis`; replicated if it is 0."""
     if not axis:
         return Segment(_plain(outer * inner))
     return Segment((*_plain(outer), Extent(axis, 0), *_plain(inner)))
 
 
 def block(size: int) -> Split:
-    """The plain cut of a dim of `size` elements into consecutive blocks."""
+    """The split of a dim of `size` elements into contiguous blocks."""
     return Split(1, (segment(1, size, 1),))
 
 

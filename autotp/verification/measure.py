@@ -61,7 +61,7 @@ def measure_run(
 
 
 def name_tensors(output: Output, name: str = "") -> dict[str, Tensor]:
-    """The tensors of a model's output by name: `logits`, `hidden_states.0`; a lone one: `output`."""
+    """The tensors of a model's output by name: `logits`, `hidden_states.0`; else `output`."""
     if isinstance(output, Tensor):
         return {name or "output": output}
     if isinstance(output, Mapping):

@@ -211,7 +211,7 @@ def test_a_wrong_size_is_refused(split: Split, words: str) -> None:
 
 
 def test_parts_of_a_wrong_size_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"dim 0 has 5 elements, .* rank 0's part of 2"):
+    with pytest.raises(PlanError, match=r"dim 0 has 5 elements, .* the shard of rank 0 of 2"):
         concatenate_shards([torch.arange(5), torch.arange(5)], 0, block(8))
 
 

@@ -29,7 +29,7 @@ def test_towers_run_in_the_forward_and_images_are_not_repeated() -> None:
     assert own["_supports_mm_encoder_outputs"](Sees()) is False
     assert images | {"expand_size": 1} == expand(Sees(), expand_size=1, **images)
     assert {"expand_size": 2} == expand(Sees(), expand_size=2)
-    with pytest.raises(PlanError, match="2 sequences for each prompt.*pixel_values"):
+    with pytest.raises(PlanError, match="2 sequences per prompt were requested.*pixel_values"):
         expand(Sees(), expand_size=2, **images)
 
 

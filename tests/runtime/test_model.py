@@ -270,7 +270,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(input_ids=ids)
     with pytest.raises(CaptureError, match="'ids' is given twice"):
         tree(ids, ids=ids)
-    with pytest.raises(CaptureError, match="2 positional arguments, its forward names 1"):
+    with pytest.raises(CaptureError, match="2 positional arguments, its forward takes 1"):
         tree(ids, ids)
     with pytest.raises(CaptureError, match="the input 'ids' is a object; a graph takes tensors"):
         tree(object())
@@ -365,7 +365,7 @@ def test_a_view_shares_parameters_and_returns_the_models_type() -> None:
         twin = copy.deepcopy(view)
     assert_same(model(ids, use_cache=False), twin(input_ids=ids))
     assert 'getattr(self.model.layers, "1")(' in view.print_readable(print_output=False)
-    with pytest.raises(PlanError, match="no variant 'x'; captured so far: input_ids · eval"):
+    with pytest.raises(PlanError, match="there is no variant 'x'; captured so far: input_ids · eval"):
         tree.view("x")
 
 

@@ -71,7 +71,7 @@ def test_a_rank_that_is_killed_ends_all_with_a_message(
 
     assert 0 != done.returncode
     assert "autotp: error: reading weights: rank 0 of 2 waited for rank 1" in done.stderr
-    assert "closed its connection: it ended or was killed" in done.stderr
+    assert "closed its connection: it exited or was killed" in done.stderr
     assert [] == [pid for pid in Path("/proc").glob("[0-9]*") if str(script) in _command(pid)]
 
 

@@ -109,7 +109,7 @@ def test_a_late_rank_is_given_up_after_the_timeout() -> None:
     left, behind = ends(2, late)
 
     assert 1 == left.code
-    assert "waited for rank 1, which did not come within 2 s, the group's timeout" in left.raised
+    assert "waited for rank 1, which did not arrive within 2 s, the group's timeout" in left.raised
     assert "a longer timeout=" in left.raised
     assert "GroupError" in behind.raised
     assert "waited for rank 0, which closed its connection" in behind.raised
@@ -119,7 +119,7 @@ def test_what_fails_on_one_rank_alone_is_told_to_those_who_waited() -> None:
     waited, failed = ends(2, failing_alone)
 
     assert (1, 0) == (waited.code, failed.code)
-    assert "did not come within 3 s" in waited.raised
+    assert "did not arrive within 3 s" in waited.raised
     assert f"s ago: {failed.returned}: " in waited.raised
     assert failed.returned
 

@@ -45,7 +45,7 @@ class Combination(NamedTuple):
     cuts: tuple[DimSplit | None, ...] = ()
     bias: frozenset[int] = frozenset()
 
-    def like(self, other: "Joined | None") -> bool:
+    def like(self, other: "Combination | None") -> bool:
         """Whether another, found at other sizes, is the same but for the sizes."""
         if other is None or (self.kind, self.bias) != (other.kind, other.bias):
             return False

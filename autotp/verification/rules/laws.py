@@ -86,7 +86,7 @@ def find_violations(case: OpCase, tp: int, *, only: Sequence[Strategy] | None = 
     laws = [_StrategyCheck(case, s, tp, training=True) for s in trained]
     laws += [
         _StrategyCheck(case, s, tp, training=False)
-        for s in plain
+        for s in inference
         if _describe_forward(s) not in seen
     ]
     return [f"tp {tp}, {law.strategy.label}: {reason}" for law in laws for reason in law.check()]
