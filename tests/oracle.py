@@ -21,7 +21,7 @@ __all__ = ["enumerate_optimum", "optimum", "problems"]
 def enumerate_optimum(problem: Problem) -> tuple[int, ...]:
     """The least cost tuple over all choices, by trying each."""
     return min(
-        problem.cost(choice)
+        problem.compute_cost(choice)
         for choice in product(*(range(len(v.domain)) for v in problem.variables))
     )
 
@@ -44,7 +44,7 @@ def optimum(problem: Problem) -> tuple[int, ...]:
         )
         assert result.status == 0, result.message
         choice = tuple(int(result.x[a:b].argmax()) for a, b in pairwise(first))
-        cost = problem.cost(choice)
+        cost = problem.compute_cost(choice)
         rows = vstack([rows, csr_array(weights[None] / scale)], format="csr")
         right = np.append(right, cost[level] / scale)
     return cost

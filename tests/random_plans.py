@@ -188,7 +188,7 @@ def made(prepared: Prepared, tp: int, seed: int) -> CompiledVariant:
     """The random plan that `seed` draws, rewritten and checked."""
     problem = prepared.posed.problem
     found = solve(random_problem(problem, seed))
-    cost = problem.cost(found.choice)
+    cost = problem.compute_cost(found.choice)
     solution = replace(found, cost=cost, bound=cost)
     return prepared.work.lower(prepared.posed, solution, tp, "tp")
 

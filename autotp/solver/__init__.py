@@ -1,1 +1,1 @@
-"""The placement problem as numbers, solved exactly: no graph and no torch."""
+"""The placement problem as numbers, and its exact solution: no graph and no torch."""

@@ -1,11 +1,10 @@
-"""Exact minimisation of a sum of small tables by eliminating one variable after another.
+"""Exact minimisation of a sum of small cost tables by eliminating one variable after another.
 
-The one idea: layers repeat, so nearly every elimination has been done before. Tables of equal
-content get one serial number, and an elimination is looked up by the serials that it joins; its
-result is again one serial, so repetition spreads from op to layer, and from layer to pairs of
-layers, pairs of pairs. The order helps: among the variables of least degree, those go first whose
-neighbourhood has seen the fewest eliminations, so that all layers shrink side by side instead of
-one after another.
+Layers repeat, so nearly every elimination has been computed before. Tables of equal content get one
+serial number, and an elimination is looked up by the serials of its tables; its result is one
+serial again, so reuse extends from ops to layers, pairs of layers, and so on. The order helps:
+among the variables of least degree, those whose neighbourhood has seen the fewest eliminations go
+first, so that all layers are reduced in parallel rather than one after another.
 """
 
 import heapq
@@ -25,14 +24,14 @@ __all__ = ["Step", "eliminate", "order_variables", "pack_costs", "count_entries"
 Costs: TypeAlias = NDArray[np.int64]
 Signature: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 
-WORD = 2**62
-"""Totals stay below this in each packed word: no sum overflows, and the sentinel is above them."""
+LIMIT = 2**62
+"""Totals stay below this in each packed integer: no sum overflows or reaches the sentinel."""
 SENTINEL = np.int64(np.iinfo(np.int64).max)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The elimination of `variable` while `scope`, in increasing order, are its neighbours."""
+    """The elimination of `variable`, whose neighbours are then `scope`, in increasing order."""
 
     variable: int
     scope: tuple[int, ...]
@@ -42,8 +41,8 @@ class Step:
 class _Store:
     """Packed tables by serial number; the table and argmin of eliminations by signature.
 
-    A signature is what a step joins: each table's serial with the places of its scope among the
-    step's variables in increasing order, after (place of the variable that goes, ()).
+    A signature is (place of the eliminated variable, ()), then each table's serial with the places
+    of its scope among the step's variables in increasing order.
     """
 
     tables: list[Costs] = field(default_factory=list[Costs])
@@ -51,8 +50,8 @@ class _Store:
         default_factory=dict[Signature, tuple[int, NDArray[np.intp]]]
     )
 
-    def added(self, table: Costs) -> int:
-        """The serial number of `table`, which becomes part of the store."""
+    def add(self, table: Costs) -> int:
+        """Add `table` and return its serial number."""
         self.tables.append(table)
         return len(self.tables) - 1
 
@@ -60,7 +59,7 @@ class _Store:
 def order_variables(
     sizes: Sequence[int], pairs: Iterable[tuple[int, int]], by_size: bool = False
 ) -> tuple[Step, ...]:
-    """The order of least degree (`by_size`: of least joined table) over variables and `pairs`.
+    """Order the variables by least degree (`by_size`: by least combined table).
 
     Example: on a chain a - b - c the order is a, c, b: the ends have one neighbour each, b has two.
 
@@ -95,30 +94,30 @@ def order_variables(
 
 
 def find_width(steps: Sequence[Step]) -> int:
-    """The largest number of variables, less one, that a step joins."""
+    """Find the largest number of variables, less one, in a step."""
     return max((len(step.scope) for step in steps), default=0)
 
 
 def count_entries(steps: Sequence[Step], sizes: Sequence[int]) -> int:
-    """The number of entries of the largest table that the steps join."""
+    """Count the entries of the largest combined table of the steps."""
     return max((sizes[s.variable] * prod(sizes[u] for u in s.scope) for s in steps), default=1)
 
 
 def pack_costs(problem: Problem) -> Costs:
-    """The int64 matrix (words, levels) that packs a cost tuple into as few words as hold it.
+    """Build the int64 matrix (packed integers, levels) that packs a cost tuple.
 
     Example: levels whose totals stay below 10, 100 and 2^61 give `[[100, 1, 0], [0, 0, 1]]`.
 
     Constraints:
-    - Packed words are ordered as the tuples are, for every sum of the problem's costs.
+    - Packed costs are ordered as the tuples are, for every sum of the problem's costs.
     - Costs are not negative, and no level's total reaches 2^62.
     """
     ranges = [total + 1 for total in _bound_totals(problem)]
-    assert max(ranges, default=1) <= WORD, f"a level's total reaches 2^62: {ranges}"
+    assert max(ranges, default=1) <= LIMIT, f"a level's total reaches 2^62: {ranges}"
     rows: list[list[int]] = []
     used = 1
     for level, size in enumerate(ranges):
-        if not rows or used * size > WORD:
+        if not rows or used * size > LIMIT:
             rows.append([0] * len(ranges))
             used = 1
         used *= size
@@ -128,7 +127,7 @@ def pack_costs(problem: Problem) -> Costs:
 
 
 def eliminate(problem: Problem, steps: Sequence[Step]) -> tuple[int, ...]:
-    """The choice of least cost: each step's minimum in order, then each choice in reverse.
+    """Find the choice of least cost: minima step by step, then the choices in reverse.
 
     Constraints:
     - Among equal minima a step takes the first choice in its variable's domain.
@@ -169,7 +168,7 @@ def _bound_totals(problem: Problem) -> list[int]:
 
 
 Incident: TypeAlias = list[dict[tuple[int, ...], tuple[int, ...]]]
-"""For each variable the tables that hold it: serials by scope."""
+"""For each variable, the serials of its tables by scope."""
 
 
 def _collect_tables(problem: Problem, store: _Store) -> Incident:
@@ -183,7 +182,7 @@ def _collect_tables(problem: Problem, store: _Store) -> Incident:
             table = np.tensordot(matrix, np.einsum(form, costs), 1)
             content = (table.shape, table.tobytes())
             if content not in by_content:
-                by_content[content] = store.added(table)
+                by_content[content] = store.add(table)
             by_source[source] = by_content[content]
         return by_source[source]
 
@@ -218,7 +217,7 @@ def _eliminate_variable(
         table, argmin = _find_minimum(
             _sum_tables(signature[1:], len(members), store.tables), parts[0][0]
         )
-        store.results[signature] = (store.added(table), argmin)
+        store.results[signature] = (store.add(table), argmin)
     return store.results[signature]
 
 
@@ -233,12 +232,12 @@ def _sum_tables(parts: Signature, rank: int, tables: Sequence[Costs]) -> Costs:
 
 
 def _find_minimum(table: Costs, place: int) -> tuple[Costs, NDArray[np.intp]]:
-    """The lexicographic minimum over one dim, word after word, and its first index."""
+    """Find the lexicographic minimum over one dim, and its first index."""
     least: list[Costs] = []
     tied = np.ones((), dtype=np.bool_)
-    for i, word in enumerate(table):
-        open_word = np.where(tied, word, SENTINEL) if i else word
-        low = open_word.min(axis=place, keepdims=True)
-        tied = open_word == low
+    for i, row in enumerate(table):
+        candidates = np.where(tied, row, SENTINEL) if i else row
+        low = candidates.min(axis=place, keepdims=True)
+        tied = candidates == low
         least.append(low.squeeze(place))
     return np.stack(least), tied.argmax(axis=place)

@@ -1,8 +1,8 @@
 """A placement problem in the form of the ASPLOS 2025 contest on intra-operator parallelism.
 
-Anyone's solver can then check ours. The contest knows one cost and one memory limit; our
+Other solvers can then check ours. The contest has one cost and one memory limit; our
 lexicographic problem fits: the level before the cost is written as memory, and its optimum is the
-limit. Levels after the cost are left out.
+limit. Levels after the cost are omitted.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ def to_iopddl(
     time_level: str = "time_ps",
     memory_level: str = "home_bytes",
 ) -> dict[str, object]:
-    """The contest's JSON document of `problem`, whose optimum is `solution`'s `time_level`.
+    """Convert `problem`, whose optimum is `solution`'s `time_level`, to the contest's document.
 
     Example: `{"problem": {"name": …, "nodes": {"intervals": [[0, 1], …], "costs": [[0, 7], …],
     "usages": [[8, 0], …]}, "edges": {"nodes": [[0, 1], …], "costs": [[0, 3, 3, 0], …]},
@@ -60,7 +60,7 @@ def to_iopddl(
 
 
 def solution_to_json(problem: Problem, solution: Solution) -> dict[str, object]:
-    """The JSON document of `solution`: the contest's list of choices, their names and cost."""
+    """Convert `solution` to JSON: the contest's list of choices, their names and cost."""
     return {
         "solution": list(solution.choice),
         "strategies": {
@@ -83,6 +83,6 @@ def _require_memory_on_nodes(problem: Problem, memory: int) -> None:
             first, second = (problem.variables[i].name for i in (edge.first, edge.second))
             raise PlanError(
                 f"export of the edge {first} - {second}: it costs up to {edge.costs[memory].max()} "
-                f"{problem.levels[memory]}, and the contest's form has none on edges. "
+                f"{problem.levels[memory]}, but in the contest's form only nodes have that cost. "
                 "Move that cost to a variable."
             )

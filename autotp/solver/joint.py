@@ -1,7 +1,7 @@
-"""Several placement problems as one: phases of a run that share weights and what they leave behind.
+"""Several placement problems as one: phases of a run that share weights and caches.
 
-Each phase keeps its own variables and edges, times what its calls cost counted as often as it runs.
-A tie makes a variable of one phase and one of another agree.
+Each phase keeps its own variables and edges, and its costs per call are multiplied by its calls. A
+tie makes a variable of one phase agree with one of another.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from autotp.solver.problem import Edge, Problem, Solution, Variable
 __all__ = ["Phase", "Tie", "merge_phases", "split_solution"]
 
 _PER_CALL = ("time_ps", "collectives", "conversions")
-"""The levels that every call costs anew; what is held is held once."""
+"""The levels that are multiplied by the calls; memory counts once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Phase:
-    """One problem, how often it runs, and those of its variables that an earlier phase counts."""
+    """One problem, its number of calls, and the variables whose costs an earlier phase counts."""
 
     problem: Problem
     calls: int = 1
@@ -30,7 +30,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tie:
-    """Two variables, each as (phase, index), of which `agree[i, j]` says whether choices fit."""
+    """Two variables, as (phase, index): `agree[i, j]` says whether choices i and j agree."""
 
     first: tuple[int, int]
     second: tuple[int, int]
@@ -38,27 +38,27 @@ class Tie:
 
 
 def merge_phases(phases: Sequence[Phase], ties: Sequence[Tie]) -> Problem:
-    """The one problem of all phases, in their order."""
+    """Merge all phases, in order, into one problem."""
     starts = _find_starts(phases)
     variables: list[Variable] = []
     edges: list[Edge] = []
     for number, (phase, start) in enumerate(zip(phases, starts, strict=False)):
-        scaled = _Scaled(_count_calls(phase))
+        scaler = _CostScaler(_count_calls(phase))
         for index, variable in enumerate(phase.problem.variables):
-            costs = scaled.of(variable.costs)
+            costs = scaler.scale(variable.costs)
             if index in phase.counted:
                 costs = _drop_costs(phase.problem.levels, costs)
             name = f"{number}: {variable.name}" if number else variable.name
             variables.append(replace(variable, name=name, costs=costs))
         for edge in phase.problem.edges:
-            edges.append(Edge(edge.first + start, edge.second + start, scaled.of(edge.costs)))
+            edges.append(Edge(edge.first + start, edge.second + start, scaler.scale(edge.costs)))
     levels = phases[0].problem.levels
     edges += [_build_edge(tie, starts, levels) for tie in ties]
     return Problem(levels, tuple(variables), tuple(edges))
 
 
 def split_solution(phases: Sequence[Phase], solution: Solution) -> list[Solution]:
-    """The solution's choices phase by phase; each has the cost and the proof of the whole."""
+    """Split the choices by phase; each solution has the cost and bound of the merged problem."""
     starts = _find_starts(phases)
     return [
         replace(solution, choice=solution.choice[start:stop]) for start, stop in pairwise(starts)
@@ -69,21 +69,21 @@ def _find_starts(phases: Sequence[Phase]) -> list[int]:
     return list(accumulate((len(p.problem.variables) for p in phases), initial=0))
 
 
-class _Scaled:
-    """Tables times what each level counts; one that several share stays shared."""
+class _CostScaler:
+    """Multiplies cost tables by a factor per level; shared tables stay shared."""
 
-    def __init__(self, often: NDArray[np.int64]) -> None:
-        self.often = often
+    def __init__(self, factors: NDArray[np.int64]) -> None:
+        self.factors = factors
         self.known: dict[int, NDArray[np.int64]] = {}
 
-    def of(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The table scaled, itself where there is nothing to scale."""
-        if (self.often == 1).all():
+    def scale(self, costs: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Scale the table; if all factors are 1, it is returned itself."""
+        if (self.factors == 1).all():
             return costs
         found = self.known.get(id(costs))
         if found is None:
-            often = self.often.reshape(-1, *[1] * (costs.ndim - 1))
-            found = self.known[id(costs)] = costs * often
+            factors = self.factors.reshape(-1, *[1] * (costs.ndim - 1))
+            found = self.known[id(costs)] = costs * factors
         return found
 
 
@@ -93,7 +93,7 @@ def _count_calls(phase: Phase) -> NDArray[np.int64]:
 
 
 def _drop_costs(levels: Sequence[str], costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The costs without what an earlier phase counts: the order of choices alone is kept."""
+    """Zero the costs that an earlier phase counts, all but the order of choices."""
     kept = np.zeros_like(costs)
     for number, level in enumerate(levels):
         if level in ("forbidden", "index"):
@@ -104,5 +104,5 @@ def _drop_costs(levels: Sequence[str], costs: NDArray[np.int64]) -> NDArray[np.i
 def _build_edge(tie: Tie, starts: Sequence[int], levels: Sequence[str]) -> Edge:
     costs = np.zeros((len(levels), *tie.agree.shape), np.int64)
     costs[levels.index("forbidden")] = ~tie.agree
-    (phase, variable), (other, its) = tie.first, tie.second
-    return Edge(starts[phase] + variable, starts[other] + its, costs)
+    (phase, variable), (other, partner) = tie.first, tie.second
+    return Edge(starts[phase] + variable, starts[other] + partner, costs)

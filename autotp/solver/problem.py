@@ -1,8 +1,8 @@
 """A placement problem, free of any model: variables with domains, costs on variables and on pairs.
 
-A cost is a tuple of integers compared lexicographically, one entry a *level*; total cost is the
-level-wise sum over variables and edges. Level 0 counts forbidden choices, so a solution is legal
-exactly when its level 0 is 0.
+A cost is a tuple of integers compared lexicographically, one entry per *level*; the total cost is
+the level-wise sum over variables and edges. Level 0 counts forbidden choices, so a solution is
+legal exactly when its level 0 is 0.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ LEVELS = (
 class Variable:
     """One choice to make.
 
-    `domain` holds a printable label a choice; `costs` is int64 of shape (levels, len(domain)).
+    `domain` has one printable label per choice; `costs` is int64 of shape (levels, len(domain)).
     """
 
     name: str
@@ -37,10 +37,10 @@ class Variable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """A cost of two choices made together.
+    """The cost of two choices together.
 
     `costs` is int64 of shape (levels, domain of `first`, domain of `second`); several edges may
-    join the same two variables (their costs add); arrays may be shared between edges.
+    connect the same two variables (their costs add); arrays may be shared between edges.
     """
 
     first: int
@@ -50,14 +50,14 @@ class Edge:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Problem:
-    """Choose one value a variable so that the level-wise summed cost tuple is the least."""
+    """Choose one value per variable so that the level-wise sum of the cost tuples is least."""
 
     levels: tuple[str, ...]
     variables: tuple[Variable, ...]
     edges: tuple[Edge, ...]
 
-    def cost(self, choice: tuple[int, ...]) -> tuple[int, ...]:
-        """The total cost tuple of `choice`, in exact integers."""
+    def compute_cost(self, choice: tuple[int, ...]) -> tuple[int, ...]:
+        """Compute the total cost tuple of `choice`, in exact integers."""
         total = [0] * len(self.levels)
         for variable, k in zip(self.variables, choice, strict=True):
             _add(total, variable.costs[:, k])
@@ -68,11 +68,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A choice for every variable.
+    """One choice per variable.
 
-    `cost` is its exact cost tuple; `bound` a proven lower bound of the same form (equal to `cost`
-    when the solution is optimal); `method` is "elimination" or "milp"; `width` the largest number
-    of variables, less one, that one elimination table joined (0 for milp).
+    `cost` is its exact cost tuple; `bound` is a proven lower bound of the same form (equal to
+    `cost` if the solution is optimal); `method` is "elimination" or "milp"; `width` the largest
+    number of variables, less one, in one elimination table (0 for milp).
     """
 
     choice: tuple[int, ...]

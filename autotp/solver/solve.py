@@ -17,14 +17,14 @@ neighbours of i,
     m_i(x_N(i)) = min_(x_i) sum of the terms that contain i          `solver.elimination.eliminate`
 
 The best x_i for every x_N(i) is kept; reading these tables backwards gives x. Tuples are packed
-into a few int64 words that sum and compare exactly (`solver.elimination.packing`): no float is
-involved.
+into a few int64 integers that sum and compare exactly (`solver.elimination.pack_costs`): no float
+is involved.
 
 Complexity: O(n d^(w+1)) for n variables of at most d choices, where w, the width of the order
-(`solver.elimination.elimination_order`, least degree first), is 2 to 4 on Transformers; layers
+(`solver.elimination.order_variables`, least degree first), is 2 to 4 on Transformers; layers
 repeat, and repeated eliminations are looked up. If one table would pass `table_limit` entries, in
-this order and in that of the least table, the problem falls to HiGHS (`_solve_integer_program`), as the
-integer program
+this order and in that of the least table, the problem falls to HiGHS (`_solve_integer_program`), as
+the integer program
 
     min c_l z,  z = (x_ik, y_ij,km), each 0 or 1                              `_build_program`
     sum_k x_ik = 1,  sum_m y_ij,km = x_ik,  sum_k y_ij,km = x_jm              `_build_marginals`
@@ -57,7 +57,7 @@ ABSOLUTE, RELATIVE = 1e-7, 1e-9
 
 
 def solve(problem: Problem, table_limit: int = TABLE_LIMIT) -> Solution:
-    """The choice of least cost for every variable, with a proven lower bound.
+    """Find the choice of least cost for every variable, with a proven lower bound.
 
     Constraints:
     - The result depends on nothing but the problem: not on the process, nor on the hash seed.
@@ -71,14 +71,14 @@ def solve(problem: Problem, table_limit: int = TABLE_LIMIT) -> Solution:
         solution = _solve_integer_program(problem)
     else:
         choice = eliminate(problem, steps)
-        cost = problem.cost(choice)
+        cost = problem.compute_cost(choice)
         solution = Solution(choice, cost, cost, "elimination", find_width(steps))
     _raise_if_forbidden(problem, solution)
     return solution
 
 
 def _choose_order(problem: Problem, table_limit: int) -> tuple[Step, ...] | None:
-    """The elimination order, the second one only if the first passes the limit; None if both do."""
+    """Choose the elimination order: the second if the first exceeds the limit; None if both do."""
     sizes = [len(v.domain) for v in problem.variables]
     pairs = [(e.first, e.second) for e in problem.edges]
     for by_size in (False, True):
@@ -94,8 +94,8 @@ def _raise_if_forbidden(problem: Problem, solution: Solution) -> None:
     clashes = _describe_forbidden(problem, solution.choice)
     more = f" and {len(clashes) - 5} more" if len(clashes) > 5 else ""
     raise PlanError(
-        f"placement of {len(problem.variables)} values: no choice is legal; the best one breaks "
-        f"{solution.cost[0]} rule(s), at least {solution.bound[0]} must be broken: "
+        f"placement of {len(problem.variables)} values: no choice is legal. The best one has "
+        f"{solution.cost[0]} conflict(s), of which at least {solution.bound[0]} cannot be avoided: "
         f"{'; '.join(clashes[:5])}{more}. "
         "Drop an override that names one of these, or choose a tp that divides their axes."
     )
@@ -135,14 +135,14 @@ class _Program:
 
 @dataclass(slots=True)
 class _Pins:
-    """What the levels done so far leave open: columns at most `upper`, and `rows @ z <= limits`."""
+    """The constraints from the previous levels: columns at most `upper`, and `rows @ z <= limits`."""
 
     upper: NDArray[np.float64]
     rows: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])
     limits: list[float] = field(default_factory=list[float])
 
-    def open_costs(self, costs: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
-        """The costs of the columns still open, zero elsewhere, divided by the scale also given."""
+    def scale_open_costs(self, costs: NDArray[np.int64]) -> tuple[NDArray[np.float64], float]:
+        """Give the costs of the open columns, zero elsewhere, divided by a scale, and the scale."""
         still = np.where(self.upper > 0, costs, 0)
         scale = max(1.0, float(still.max()) / LARGEST_COEFFICIENT)
         return still / scale, scale
@@ -154,7 +154,7 @@ class _Pins:
         solutions as they are and HiGHS's tolerance without effect.
         """
         self.upper[costs > value] = 0.0
-        row, scale = self.open_costs(costs)
+        row, scale = self.scale_open_costs(costs)
         if row.any():
             self.rows.append(row)
             self.limits.append((value + 0.5) / scale)
@@ -167,18 +167,20 @@ def _solve_integer_program(problem: Problem) -> Solution:
     bound: list[int] = []
     for level, (costs, offset) in enumerate(zip(program.costs, program.offsets, strict=True)):
         found, least = _minimise(costs, program, pins)
-        best = min(best, found or best, key=lambda choice: problem.cost(choice)[: level + 1])
-        value = problem.cost(best)[level]
+        best = min(
+            best, found or best, key=lambda choice: problem.compute_cost(choice)[: level + 1]
+        )
+        value = problem.compute_cost(best)[level]
         bound.append(min(value, offset + least))
         pins.add(costs, value - offset)
-    return Solution(best, problem.cost(best), tuple(bound), "milp", 0)
+    return Solution(best, problem.compute_cost(best), tuple(bound), "milp", 0)
 
 
 def _minimise(
     costs: NDArray[np.int64], program: _Program, pins: _Pins
 ) -> tuple[tuple[int, ...] | None, int]:
-    """HiGHS's choice, rounded (None if it found none), and the bound it has proven, rounded up."""
-    objective, scale = pins.open_costs(costs)
+    """Give HiGHS's rounded choice (None if it found none), and its proven bound, rounded up."""
+    objective, scale = pins.scale_open_costs(costs)
     if not objective.any():
         return None, 0
     constraints = [(program.rows, program.right, program.right)]
@@ -203,7 +205,7 @@ def _round_choice(z: NDArray[np.float64], starts: NDArray[np.int64]) -> tuple[in
 
 
 def _round_bound(proven: float | None, scale: float, active: int) -> int:
-    """The integer bound that HiGHS's figure proves; 0 if it proved none."""
+    """Round HiGHS's proven bound to an integer; 0 if it has none."""
     if proven is None or not np.isfinite(proven):
         return 0
     return max(0, ceil((proven - ABSOLUTE * active - RELATIVE * abs(proven)) * scale))
@@ -221,7 +223,7 @@ def _build_program(problem: Problem) -> _Program:
 
 
 def _sum_edges(problem: Problem) -> dict[tuple[int, int], NDArray[np.int64]]:
-    """The summed costs of all edges between two variables, the lower index first.
+    """Sum the costs of all edges between two variables, the lower index first.
 
     An edge from a variable to itself becomes a pair whose two sides must agree: its marginals say
     so.
@@ -238,7 +240,7 @@ def _sum_edges(problem: Problem) -> dict[tuple[int, int], NDArray[np.int64]]:
 def _build_marginals(
     pairs: dict[tuple[int, int], NDArray[np.int64]], starts: NDArray[np.int64], columns: int
 ) -> tuple[sparse.csr_array, NDArray[np.float64]]:
-    """The equality rows: one choice a variable, then for each pair its marginals on both sides."""
+    """Build the equality rows: one choice per variable, then the marginals of each pair."""
     variables = len(starts) - 1
     parts = [(np.repeat(np.arange(variables), np.diff(starts)), np.arange(starts[-1]), 1.0)]
     row, column = variables, int(starts[-1])

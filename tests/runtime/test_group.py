@@ -37,7 +37,7 @@ def world() -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("tp", [0, -2, True, 2.0, "2"])
 def test_tp_must_be_a_positive_whole_number(tp: object) -> None:
-    with pytest.raises(PlanError, match=f"tp is {tp!r}; it must be a whole number"):
+    with pytest.raises(PlanError, match=f"tp={tp!r}: must be the number of ranks"):
         resolve_group(tp)  # pyright: ignore[reportArgumentType]
 
 

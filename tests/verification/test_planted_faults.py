@@ -278,7 +278,7 @@ def best_with(name: str, target: object, module: str, wish: Callable[[Strategy],
     edges = (replace(e, costs=_with_wish(e.costs, every)) for e in problem.edges)
     levels = (problem.levels[0], "wish", *problem.levels[1:])
     choice = solve(Problem(levels, tuple(variables), tuple(edges))).choice
-    cost = problem.cost(choice)
+    cost = problem.compute_cost(choice)
     return Solution(choice, cost, cost, "elimination", 0)
 
 
