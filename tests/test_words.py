@@ -15,7 +15,14 @@ from autotp.report.terminal import print_to_terminal
 from tests.plans import decoder_plan
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES_LEFT = ("coverage.md",)
+"""Generated pages that quote reasons of rooms that are left; it ends up empty."""
+
+PAGES = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if page.name not in PAGES_LEFT
+]
 MODULES = sorted((ROOT / "autotp").rglob("*.py"))
 COMMANDS = ["plan", "dry-run", "verify", "rules", "shard", "merge", "generate"]
 
@@ -23,9 +30,9 @@ RETIRED = {
     "tokens": r"(?:new|next|last|drawn?|more|numbers? of|of|its|these|the) words?\b(?! of)",
     "replicated, unsharded, unshardable": (
         r"\bwhole (?:model|weights?|tensors?|parameters?|state|ranks?|table|cache|checkpoint)\b"
-        r"|\b(?:bytes|holds?(?: it)?|needs? it|stays?|acts?) whole\b|\bas a whole\b"
+        r"|\b(?:bytes|holds?(?: it)?|needs? it|stays?|acts?) whole\b"
     ),
-    "split, shard": r"\b(?:cut|cuts) (?:along|in|into|by|the|so|up)\b|\b(?:is|are|be|been) cut\b",
+    "split, shard": r"\bcut (?:along|in|into|by|so)\b|\b(?:is|are|be|been) cut\b",
     "shard": r"\brank's parts?\b|\bparts? of (?:rank|each rank|a rank)\b",
     "verify": r"\bproof(?:s)? (?:by|compares?|runs?|asks?)\b|\bprov(?:e|es|ing) (?:that )?(?:the model|equal|it)\b",
     "embedding": r"\b(?:looked-up|word|position) tables?\b|\btable of (?:words|positions)\b",
@@ -33,7 +40,7 @@ RETIRED = {
     "compared with, next to, besides": r"\bbeside\b",
     "cost estimated at": r"\bpriced for\b",
     "tolerance": r"\bheld to\b",
-    "requested, reported, sampled": r"\b(?:asked|told|drawn)\b",
+    "requested, reported, sampled": r"\b(?:asked|told)\b|\bdrawn (?:from|at|with)\b",
     "per rank": r"\b(?:one|once|entry|file|bytes|row) a rank\b|\ba file a\b",
     "is not a": r"(?<!there )\bis no (?!longer\b|more\b|less\b|such\b|better\b|worse\b|other\b)\w+",
     "none of": r"\b0 of (?:its|the)\b",

@@ -75,6 +75,6 @@ def _call_model(
 ) -> Any:
     model.sharded_state.granted = granted  # while this is traced, not while it runs
     try:
-        return model._call_impl(*args, **kwargs)
+        return model._call_impl(*args, **kwargs)  # pyright: ignore[reportPrivateUsage]
     finally:
         model.sharded_state.granted = 0

@@ -135,7 +135,7 @@ class _Program:
 
 @dataclass(slots=True)
 class _Pins:
-    """The constraints from the previous levels: columns at most `upper`, and `rows @ z <= limits`."""
+    """Constraints of the previous levels: columns at most `upper`, and `rows @ z <= limits`."""
 
     upper: NDArray[np.float64]
     rows: list[NDArray[np.float64]] = field(default_factory=list[NDArray[np.float64]])

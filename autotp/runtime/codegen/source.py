@@ -164,7 +164,7 @@ def _inline_attributes(value: str, attributes: Mapping[str, str]) -> str:
     def substitute(match: re.Match[str]) -> str:
         return attributes.get(match[0], match[0])
 
-    return re.sub(r"""(?<![\w.'"])\w+\b(?! = |\()""", replaced, value) if attributes else value
+    return re.sub(r"""(?<![\w.'"])\w+\b(?! = |\()""", substitute, value) if attributes else value
 
 
 def _name_results(spec: pytree.TreeSpec) -> str:
