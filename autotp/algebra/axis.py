@@ -129,7 +129,7 @@ class Forest:
     # ── uniting ──────────────────────────────────────────────────────────────────────────────
 
     def unify(self, one: Dim, other: Dim) -> bool:
-        """Unite two dims of one size; return whether that succeeded. Refinements stay either way."""
+        """Unite two dims of one size; return whether that worked. Refinements stay either way."""
         left, right = list(self.flatten(one)), list(self.flatten(other))
         while left and right:
             a, b = self.find(left[0]), self.find(right[0])
@@ -151,7 +151,7 @@ class Forest:
         return a.size.over(b.size) is not None and self.split_major(a, b.size)
 
     def split_major(self, atom: Atom, major: Size) -> bool:
-        """Make `atom` a product whose first factor has size `major`; return whether that succeeded."""
+        """Make `atom` a product whose first factor has size `major`; return whether that worked."""
         minor = atom.size.over(major)
         if minor is None:
             return False
@@ -277,7 +277,7 @@ class Forest:
         return sections[0] if len(sections) == 1 else (self.make_sum(sections),)
 
     def split_atom_at(self, atom: Atom, offset: int) -> bool:
-        """Make `atom` a sum with a boundary at `offset`; return whether that succeeded."""
+        """Make `atom` a sum with a boundary at `offset`; return whether that worked."""
         atom = self.find(atom)
         total = atom.size.static
         if total is None or not 0 < offset < total:

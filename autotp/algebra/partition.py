@@ -2,7 +2,7 @@
 
 Nearly always one axis with one shard per rank: `a17`. Two other forms are needed:
 
-    a17/2:4+a18/4:1   a factored group: 2 key-value heads over 2 sub-groups of 4 ranks, and the query
+    a17/2:4+a18/4:1   a factored group: 2 key-value heads over 2 groups of 4 ranks, and the query
                       heads of each over the 4; a value with `a17` alone has 4 copies
     a17+a40           two axes next to each other in one fused weight, one shard each per rank
 

@@ -148,7 +148,7 @@ class Conversion:
 
     `op` is the name in the `torch.ops.autotp` namespace; `forward` and `backward` are primitives:
     slice takes this rank's shard, pad puts it back among zeros, keep_first keeps the value on rank
-    0 and is zero elsewhere, slice_first does both for elements that have copies. rows_first moves this
+    0 and is zero elsewhere, slice_first does both for elements that have copies. rows_first moves a
     rank's own rows to the front, rows_back back to where they were; zero elsewhere.
 
     Constraints: both primitives take the same arguments.

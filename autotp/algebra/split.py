@@ -10,8 +10,8 @@ own; a segment without the axis is replicated.
     head_dim of a per-head fused QKV (H*(d+d+d), d):  Split(H, (segment(1, d, 1),) * 3)
 
 Most splits have one shard per rank. With fewer key-value heads than ranks the group is factored:
-q's heads `kv*g` are sharded in both factors, 2 x 4 over 8 ranks, and k's `kv` in 2 shards, each with
-4 copies:
+q's heads `kv*g` are sharded in both factors, 2 x 4 over 8 ranks, and k's `kv` in 2 shards with 4
+copies each:
 
     q  Extent(kv, 2, stride 4), Extent(g, 4, stride 1), Extent(d)
     k  Extent(kv, 2, stride 4), Extent(d)
@@ -160,7 +160,7 @@ class Split:
         return Peers(same[0], len(same), same[1] - same[0] if len(same) > 1 else 1)
 
     def count_shared(self, ranks: int) -> dict[Peers, int]:
-        """The number of rank 0's elements that have copies, by the ranks that have them."""
+        """The number of elements of rank 0 that have copies, by their ranks."""
         found: dict[Peers, int] = {}
         for piece in self.segments:
             peers = self.find_peers(piece, 0, ranks)
@@ -187,7 +187,7 @@ class Split:
         return self.local_outer(rank, ranks) * inner
 
     def ranges(self, rank: int, ranks: int) -> list[tuple[int, int]]:
-        """The ordered, merged `[start, stop)` intervals of the unsharded dim in the shard of `rank`.
+        """The sorted `[start, stop)` intervals of the unsharded dim in the shard of `rank`.
 
         Constraints: no size is -1.
         """

@@ -70,8 +70,9 @@ def check_types(
     expected = Counter((c.kind, c.phase) for c in collectives)
     if seen != expected:
         raise VerifyError(
-            f"the graph runs {_format_counts(seen)}, the plan counts {_format_counts(expected)}: the "
-            "rewriter and the plan disagree; please report the model"
+            f"the graph runs {_format_counts(seen)}, but the plan counts "
+            f"{_format_counts(expected)}: the rewriter and the plan disagree; please report "
+            "the model"
         )
 
 
@@ -111,7 +112,7 @@ class _Checker:
             claimed = self._find_placement(node)
             if claimed != self.decision.caches.get(number, REPLICATED):
                 raise VerifyError(
-                    f"{_describe_node(node)}: is an output with placement {claimed}, but outputs must be R on "
+                    f"{_locate(node)}: is an output placed {claimed}, but outputs must be R on "
                     "every rank: a reduction or gather is missing before it"
                 )
 
@@ -124,8 +125,8 @@ class _Checker:
         traced = self.values.get(node.name)
         if traced is not None and traced.placement != wanted:
             raise VerifyError(
-                f"{_describe_node(node)}: parameter {node.target} is placed {wanted}, but the graph reads it as "
-                f"{traced.placement}"
+                f"{_locate(node)}: parameter {node.target} is placed {wanted}, but the graph reads "
+                f"it as {traced.placement}"
             )
 
     def _check_conversion(self, node: fx.Node, kinds: list[tuple[Kind, Kind]]) -> None:
@@ -135,13 +136,14 @@ class _Checker:
         if not targets:
             sources = " or ".join(dict.fromkeys(source for source, _ in kinds))
             raise VerifyError(
-                f"{_describe_node(node)}: converts {sources} to {kinds[0][1]}, but {read.name} is {claimed}"
+                f"{_locate(node)}: converts {sources} to {kinds[0][1]}, but {read.name} is "
+                f"{claimed}"
             )
         made = self.values.get(node.name)
         if made is not None and made.placement.kind not in targets:
             wanted = " or ".join(targets)
             raise VerifyError(
-                f"{_describe_node(node)}: returns {wanted}, but is recorded as {made.placement}"
+                f"{_locate(node)}: returns {wanted}, but is recorded as {made.placement}"
             )
         self._check_splits(node, read, made)
         self._check_rows(node, claimed, made)
@@ -156,8 +158,8 @@ class _Checker:
         written = [] if _split_op_name(node)[1] in _ROWS else list(node.args[1:-1])
         if written and (before is not None or made is not None) and wanted and written != wanted:
             raise VerifyError(
-                f"{_describe_node(node)}: shards by (dim, outer, segments …) {written}, but its placements "
-                f"require {wanted}: the slice is wrong"
+                f"{_locate(node)}: shards by (dim, outer, segments …) {written}, but its "
+                f"placements require {wanted}: a wrong slice"
             )
 
     def _check_rows(self, node: fx.Node, claimed: Placement, made: TracedValue | None) -> None:
@@ -170,17 +172,15 @@ class _Checker:
             traced = self.values.get(bounds.name)
             if (traced.origin if traced else bounds.name, dim) != wanted:
                 raise VerifyError(
-                    f"{_describe_node(node)}: moves rows along dim {dim}, grouped by {bounds.name}, but they "
-                    f"are grouped along dim {wanted[1]} by {wanted[0]}: it moves the wrong rows"
+                    f"{_locate(node)}: moves rows along dim {dim}, grouped by {bounds.name}, but "
+                    f"they are grouped along dim {wanted[1]} by {wanted[0]}: the wrong rows move"
                 )
 
     def _check_functional(self, node: fx.Node, op: str) -> None:
         claimed = self._find_placement(_skip_casts(cast(fx.Node, node.args[0]), self.values))
         wanted = "P" if op == "all_reduce" else "S"
         if claimed.kind != wanted:
-            raise VerifyError(
-                f"{_describe_node(node)}: {op} of a value that is {claimed}, not {wanted}"
-            )
+            raise VerifyError(f"{_locate(node)}: {op} of a value that is {claimed}, not {wanted}")
 
     def _check_use(self, node: fx.Node, use: Use) -> None:
         strategy = self.decision.strategies[use.node]
@@ -192,7 +192,7 @@ class _Checker:
             claimed = self._find_operand_placement(found, operand, wanted)
             if claimed != wanted:
                 raise VerifyError(
-                    f"{_describe_node(node)}: operand {k} ({found.name}) is {claimed}, but strategy "
+                    f"{_locate(node)}: operand {k} ({found.name}) is {claimed}, but strategy "
                     f"{strategy.label} of {use.node.target} reads it as {wanted}: "
                     f"{_describe_cause(claimed, wanted)}"
                 )
@@ -298,6 +298,6 @@ def _format_counts(counts: Counter[tuple[str, str]]) -> str:
     return ", ".join(found) or "no collective"
 
 
-def _describe_node(node: fx.Node) -> str:
+def _locate(node: fx.Node) -> str:
     path = find_module_path(node)
     return f"node {node.name}" + (f" in {path}" if path else "")

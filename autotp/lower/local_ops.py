@@ -1,4 +1,4 @@
-"""The local forms of ops whose arguments depend on shard sizes; other ops run on shards unchanged.
+"""The local forms of ops whose arguments depend on shard sizes; other ops run unchanged.
 
 `FORMS` is a closed list, of which a rule names one. Each form takes a `Site` (one node under one
 split strategy) and writes the node, with local sizes, into the new graph.
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 class Site:
     """One node being written: its new arguments (already converted operands) and the new graph.
 
-    - `partition`: the axes that its strategy shards; `to`: the group that the graph is for (the rank
+    - `partition`: the axes that its strategy shards; `to`: the group of the graph (its rank
       matters only where shards are uneven).
     - `bounds`: the node of the ends of row groups, if the result's rows are grouped.
     """
@@ -74,7 +74,7 @@ class Site:
         )
 
     def find_argument(self, *names: str) -> tuple[int | str, Any]:
-        """The position and value of the first argument called one of `names`; (-1, None) if none is."""
+        """The position and value of the first argument in `names`; (-1, None) without one."""
         schema = cast(Any, self.use.node.target)._schema
         for at, argument in enumerate(schema.arguments):
             if argument.name in names:
@@ -268,7 +268,7 @@ def localise_bounds(site: Site) -> fx.Node:
 
 
 def rescale(site: Site) -> fx.Node:
-    """A mean over a sharded dim: the local mean is weighted by this rank's share of the elements."""
+    """A mean over a sharded dim: the local mean is weighted by this rank's share."""
     value = site.copy_node()
     if site.strategy.results[0].kind != "P":
         return value

@@ -1,6 +1,7 @@
-"""What the stages hand to one another about a program: its analysis, its pairs, the decision.
+"""The data that the planner's stages exchange: analysis, matching, decision.
 
-The verbs that make them are in `passes/`, one a file; stages know each other only by these nouns.
+`propagate` makes the Analysis, `match` the Matching, `formulate` turns both into a placement
+problem, and `interpret_solution` turns its solution into a Decision.
 """
 
 from collections import defaultdict
@@ -40,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One node as analysed: its operands and rule. `row` is None when the op has no rule."""
+    """One analysed node: its operands and rule. `row` is None when the op has no rule."""
 
     node: fx.Node
     operands: tuple[Operand, ...]
@@ -54,13 +55,13 @@ EncodedSplit: TypeAlias = tuple[int | None, tuple[int, ...]]
 
 @dataclass
 class Analysis:
-    """All that is known of a program before anything is chosen.
+    """The facts of a program before any placement is chosen.
 
     - `uses`: every parameter-dependent op, in program order.
     - `dims`, `metas`: of every parameter-dependent value.
     - `parameters`: get_attr nodes of parameters. `weights`: values computed from parameters alone.
     - `differentiable`: values through which a gradient can flow, from an output to what is trained.
-    - `unruled`: nodes without a rule. `discovered`: what trying those without a row told.
+    - `unruled`: nodes without a rule. `discovered`: the result of running ops without a row.
     - `stops`: op name to the operands that get no gradient. `differing`: op name to how ranks may
       disagree on its results.
     """
@@ -84,13 +85,13 @@ class Analysis:
     def readers(self) -> Mapping[Value, list[tuple[Use, int]]]:
         """The ops that read each value, in program order, with the number of the operand.
 
-        Constraints: to be asked for when `uses` is complete.
+        Constraints: read it only when `uses` is complete.
         """
-        found: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
+        readers: dict[Value, list[tuple[Use, int]]] = defaultdict(list)
         for use in self.uses.values():
             for k, operand in enumerate(use.operands):
-                found[operand.value].append((use, k))
-        return found
+                readers[operand.value].append((use, k))
+        return readers
 
     def list_parameter_readers(self, name: str) -> Iterator[tuple[Use, int]]:
         """The readers of a parameter, past values that are computed from parameters alone."""
@@ -112,19 +113,17 @@ class Analysis:
         return self.forest.split(self.dims[value][placement.dim], placement.partition)
 
     def encode_split(self, value: Value, placement: Placement) -> EncodedSplit:
-        """What each rank has of a value, apart from the names of axes: a dim and its encoded split;
-        none where it is not split.
-        """
+        """The dim and encoded split of a value; (None, ()) if it is replicated."""
         split = self.split(value, placement)
         return (placement.dim, split.encode()) if split else (None, ())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AxisPair:
-    """Openers and closers that share a family of axes, and what lies between them.
+    """Openers (column-parallel) and closers (row-parallel) with a family of axes between them.
 
     - `axes`: the factors of one head dim (kv heads and their group) are one family, major first.
-    - `vocabulary`: the axis of a looked-up table, or one that reaches an output or a loss.
+    - `vocabulary`: the axis of an embedding, or one that reaches an output or a loss.
     """
 
     axes: tuple[Atom, ...]
@@ -136,7 +135,7 @@ class AxisPair:
 
     @property
     def words(self) -> dict[str, str]:
-        """What each axis is called, by its own name: `kv_heads` and `heads_per_kv` of a family."""
+        """The printed name of each axis: `kv_heads` and `heads_per_kv` of a family."""
         base = self.role.axis
         words = [base] if len(self.axes) == 1 else [f"kv_{base}", f"{base}_per_kv"]
         words += [f"{base}_{k}" for k in range(2, len(self.axes))]
@@ -147,8 +146,8 @@ class AxisPair:
 class Matching:
     """All pairs.
 
-    - `home`: parameter to the axes one of which it should be split along.
-    - `experts`: parameter to the axis along which it is one weight, or bias, of several.
+    - `home`: the axes of each parameter along one of which it should be sharded.
+    - `experts`: the expert axis of each weight or bias that has one.
     """
 
     pairs: list[AxisPair] = field(default_factory=list[AxisPair])
@@ -159,10 +158,10 @@ class Matching:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One choice for everything: layouts, strategies, delivered sets; and what conversions cost.
+    """The chosen placements, strategies and delivered sets, with the prices of conversions.
 
-    - `caches`: how each tensor of a cache lies that the program takes, by its placeholder's name, and
-      that it gives, by the number of the output.
+    - `caches`: the placement of each cache tensor: of an input by its placeholder, of an output by
+      its number.
     """
 
     parameters: Mapping[str, Placement]
@@ -174,10 +173,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class CacheOutput:
-    """A tensor of a cache that leaves the program, and may lie as it was made.
+    """A cache tensor that the program returns, which may stay sharded.
 
-    - `number`: of the output; `path`: in the cache; `replaces`: the placeholder whose place it takes
-      in the next call, None where it takes none.
+    - `number`: of the output; `path`: in the cache; `replaces`: the placeholder that
+      it becomes in the next call, or None.
     """
 
     number: int
@@ -188,11 +187,10 @@ class CacheOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmittedCollective:
-    """One collective as written: what runs, phase, where, and the whole (unsplit) values it moves.
+    """One collective of the rewritten graph: kind, phase, place, and the unsharded values it moves.
 
-    - `shares`: for each value, how many of its bytes move: a part of it, or more where uneven parts
-      are padded.
-    - `axes`: whose cut makes it necessary.
+    - `shares`: for each value, the fraction of its bytes that moves; above 1 with padding.
+    - `axes`: the sharded axes that make it necessary.
     - `ranks`, `stride`: of the sub-groups it runs in: every `stride`-th of `ranks * stride`
       consecutive ranks; 0 is the whole group.
     """
@@ -224,7 +222,7 @@ def list_cache_outputs(analysis: Analysis) -> list[CacheOutput]:
 
 
 def list_model_outputs(analysis: Analysis) -> set[Value]:
-    """The values that are outputs of the model, and so are whole on every rank."""
+    """The outputs of the model, which are replicated on every rank."""
     outputs = cast("Sequence[object]", analysis.program.graph.output_node().args[0])
     carried = analysis.program.carried
     nodes = [n for k, n in enumerate(outputs) if k not in carried and isinstance(n, fx.Node)]
@@ -234,8 +232,8 @@ def list_model_outputs(analysis: Analysis) -> set[Value]:
 def find_differentiated_nodes(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
     """The nodes of `graph`, the program's or what became of it, that a backward pass goes through.
 
-    Gradients are asked for by what is trained (parameters, inputs that require grad), forward
-    through floating-point values, and come from the outputs. A frozen parameter asks for none.
+    A node needs a gradient if a trained tensor (a parameter or input that requires grad) reaches it
+    through floating-point values and it reaches an output. A frozen parameter needs none.
     """
     trained = {(n.op, n.target) for n in analysis.program.graph.nodes if _requires_grad(n)}
     asking: set[fx.Node] = set()
@@ -247,9 +245,9 @@ def find_differentiated_nodes(graph: fx.Graph, analysis: Analysis) -> set[fx.Nod
 
 
 def find_gradient_targets(graph: fx.Graph, analysis: Analysis) -> set[fx.Node]:
-    """The nodes of `graph` to which a gradient would come back from the outputs, asked for or not.
+    """The nodes of `graph` that a gradient from the outputs would reach, needed or not.
 
-    None comes back to what is only used where gradients stop: under no_grad, or detached.
+    None reaches values that are only used where gradients stop: under no_grad, or detached.
     """
     reached: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -59,7 +59,7 @@ def constrain_to_overrides(
     matching: Matching,
     tp: int,
 ) -> dict[str, "OverrideConstraint"]:
-    """The constraints of `overrides` (globs to layouts) on the parameters that match; later ones win.
+    """The constraints of `overrides` (globs to layouts) by parameter; later globs win.
 
     A bias follows its product: if a glob matches it together with a weight that is to be sharded
     along a contracted axis or the vocabulary, the bias stays free. So does a parameter that an

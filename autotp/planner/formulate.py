@@ -1,12 +1,12 @@
-"""Pose: the placement problem of an analysed program.
+"""Formulate: the placement problem of an analysed program.
 
 Variables
-    one a parameter (how it is laid out), one a parameter-dependent node (its strategy), and one
-    *delivered* a value with several readers: the set of one or two placements that its conversions
-    produce, priced as the cheapest tree from the producer. Each reader may convert further. So
-    query, key and value share one gather and one gradient all-reduce.
+    one per parameter (its placement), one per parameter-dependent node (its strategy), and one
+    *delivered* variable per value with several readers: the set of one or two placements that its
+    conversions produce, priced as the cheapest tree from the producer. Each reader may convert
+    further. So query, key and value share one gather and one gradient all-reduce.
 Costs (solver.problem.LEVELS, integers compared lexicographically)
-    `Weights.cost`      bytes not split on their home axis; bytes a rank; the gradient bucket
+    `Weights.cost`      bytes not sharded along their home axis; bytes per rank; the gradient bucket
     `Prices.price_conversion`   time, number of collectives and of conversions of an edge
     `_rank_choices`            the index of a choice in its domain's fixed order
 Constraints
@@ -50,7 +50,7 @@ _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVEL
 
 @dataclass(slots=True)
 class PlacementProblem:
-    """The problem, and what its variables and choices stand for."""
+    """The problem, and the meaning of its variables and choices."""
 
     problem: Problem
     parameters: dict[str, tuple[int, tuple[Placement, ...]]]
@@ -103,7 +103,7 @@ class _Formulation:
         self.caches: dict[str | int, tuple[int, tuple[Placement, ...]]] = {}
 
     def build(self) -> PlacementProblem:
-        """The whole problem."""
+        """The complete problem."""
         chosen = {node: self._derive_strategies(use) for node, use in self.analysis.uses.items()}
         self._find_readers()
         self._add_inputs(chosen)
@@ -180,7 +180,7 @@ class _Formulation:
         return found
 
     def _add_inputs(self, chosen: Mapping[Any, tuple[Strategy, ...]]) -> None:
-        """Inputs whose gradient is wanted, whole on every rank as it is; those of a cache."""
+        """Inputs that require grad, which are replicated, and those of a cache."""
         for node in self.analysis.program.graph.find_nodes(op="placeholder"):
             value = (node, 0)
             if value in self.analysis.dims:
@@ -195,7 +195,7 @@ class _Formulation:
     def _add_placement(
         self, name: str, domain: Sequence[Placement]
     ) -> tuple[int, tuple[Placement, ...]]:
-        """A variable whose choices cost nothing by themselves."""
+        """A variable whose choices have no cost of their own."""
         costs = self._share_costs(len(domain), lambda: self._rank_choices(len(domain)))
         return self._add_variable(name, [str(p) for p in domain], costs), tuple(domain)
 
@@ -230,7 +230,7 @@ class _Formulation:
     def _list_requested(
         self, value: Value, chosen: Mapping[Any, tuple[Strategy, ...]]
     ) -> list[Placement]:
-        """Every placement in which some reader may want `value`."""
+        """Every placement in which some reader may read `value`."""
         wanted: dict[Placement, None] = {}
         for use, k in self.readers[value]:
             found = (REPLICATED,) if use is None else (s.operands[k] for s in chosen[use.node])
@@ -301,7 +301,7 @@ class _Formulation:
         return found
 
     def _connect_operands(self, use: Use) -> None:
-        """Edges from what each operand reads to the node."""
+        """Edges from each operand's value to the node."""
         variable, domain = self.uses[use.node]
         for k, operand in enumerate(use.operands):
             if operand.value in self.analysis.dims:
@@ -353,9 +353,9 @@ class _Formulation:
         self.edges.append(Edge(first, second, table))
 
     def _connect_outputs(self) -> None:
-        """Outputs are whole on every rank: their readers are a variable with one choice.
+        """Outputs are replicated: each is read by a variable with one choice.
 
-        Those of a cache lie as they were made, and as what they take the place of.
+        Cache outputs may stay as they are computed, placed like the input that they replace.
         """
         for kept in self.cache_domains.outputs:
             variable, domain = self.caches[kept.number] = self._add_placement(
@@ -404,7 +404,7 @@ def _canonicalise(
 
 
 class WeightCost(NamedTuple):
-    """Levels of one layout: `home` and `held` in bytes, `time` in picoseconds."""
+    """Levels of one placement: `home` and `local` in bytes, `time` in picoseconds."""
 
     home: int
     time: int
@@ -426,7 +426,7 @@ class WeightCosts:
         home, off = self._list_home_axes(name, size), 0
         if home and home.isdisjoint(placement.partition.axes):
             off = size
-        elif home and split is not None:  # segments without the axis stay whole
+        elif home and split is not None:  # segments without the axis are replicated
             off = size * split.count_replicated() // split.length()
         summed = self.terms.summed(self.analysis.metas[value])
         return WeightCost(
@@ -439,15 +439,13 @@ class WeightCosts:
         return self.analysis.metas[value].nbytes
 
     def _count_local_bytes(self, split: Split | None, size: int) -> int:
-        """The bytes that the fullest rank holds."""
+        """The bytes on the fullest rank."""
         if split is None:
             return size
         return size * split.local_length(0, self.terms.tp) // split.length()
 
     def _list_home_axes(self, name: str, size: int) -> frozenset[str]:
-        """Names of the axes one of which the parameter should be split along; empty if it is
-        free.
-        """
+        """The axes along one of which the parameter should be sharded; empty if it is free."""
         if size < self.terms.request.shard_threshold * self.largest:
             return frozenset()
         offers, tp = self.terms.offers, self.terms.tp
@@ -477,9 +475,9 @@ Cut = tuple[int | None, tuple[int, ...]]
 
 
 class CacheDomains:
-    """The tensors of a program's cache.
+    """The cache tensors of a program.
 
-    - `outputs`: those that it gives; `paths`: those that it takes, by placeholder.
+    - `outputs`: those it returns; `paths`: the paths of those it reads, by placeholder.
     """
 
     def __init__(self, analysis: Analysis, terms: Terms) -> None:
@@ -488,7 +486,7 @@ class CacheDomains:
         self.paths = {kept.replaces: kept.path for kept in self.outputs if kept.replaces}
 
     def list_input_placements(self, node: fx.Node, wanted: Sequence[Placement]) -> list[Placement]:
-        """How an input may lie: whole if it is no cache's, else as readers want it."""
+        """The placements of an input: replicated, or for a cache tensor what readers request."""
         path = self.paths.get(node)
         if path is None:
             return [REPLICATED]
@@ -498,14 +496,14 @@ class CacheDomains:
     def list_output_placements(
         self, kept: CacheOutput, made: Sequence[Placement]
     ) -> list[Placement]:
-        """How an output may lie: as it was made, or whole."""
+        """The placements of a cache output: as it is computed, or replicated."""
         cuts = [p for p in dict.fromkeys(made) if p.kind == "S"]
         return self._filter_by_record(kept.path, kept.value, [REPLICATED, *cuts])
 
     def tabulate_ties(
         self, kept: CacheOutput, before: Sequence[Placement], after: Sequence[Placement]
     ) -> NDArray[np.int64]:
-        """The costs of an edge by which an output lies as the input whose place it takes."""
+        """The costs of the edge that places an output like the input that it replaces."""
         assert kept.replaces is not None
         ins = [self.analysis.encode_split((kept.replaces, 0), p) for p in before]
         outs = [self.analysis.encode_split(kept.value, p) for p in after]
@@ -516,7 +514,7 @@ class CacheDomains:
     def _filter_by_record(
         self, path: str, value: Value, domain: Sequence[Placement]
     ) -> list[Placement]:
-        """What of `domain` is left where calls before this one have left the tensor somehow."""
+        """Restrict `domain` to the placement that earlier calls gave the tensor, if any."""
         record = self.terms.caches.get(path)
         # another class of cache may keep another tensor at that path
         rank = len(self.analysis.dims[value])
@@ -526,9 +524,9 @@ class CacheDomains:
             p for p in domain if self.analysis.encode_split(value, p) == (record.dim, record.split)
         ]
         if not left:
-            cut = f"cut along {record.axis} ({record.size})" if record.size else "whole"
+            stored = f"sharded along {record.axis} ({record.size})" if record.size else "replicated"
             raise PlanError(
-                f"the cache's {path}: earlier calls hold it {cut}, which of the {len(domain)} "
-                "placements in this graph none is. Start from an empty cache."
+                f"the cache's {path}: earlier calls left it {stored}, which is none of its "
+                f"{len(domain)} possible placements in this graph. Start from an empty cache."
             )
         return left

@@ -1,6 +1,5 @@
-"""Phases posed together: weights lie as one in all of them, and a cache as the call before left it.
-
-What each activation does is free in every phase.
+"""Formulate prefill and decode together: weights have one placement in all phases, and a cache
+keeps the placement that the previous phase gave it. Activations are placed freely in each phase.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ _PlacedVariable = tuple[int, tuple[Placement, ...], Value]
 
 @dataclass(frozen=True, slots=True)
 class PlannedPhase:
-    """One phase: its program as analysed, its problem, how often it runs."""
+    """One phase: its analysed program, its problem, and how often it runs."""
 
     analysis: Analysis
     problem: PlacementProblem
@@ -31,7 +30,7 @@ class PlannedPhase:
 
 
 def formulate_phases(phases: Sequence[PlannedPhase]) -> tuple[list[Phase], Problem]:
-    """The problem of each phase with what it counts, and the one problem of all."""
+    """The problem of each phase with its number of calls, and the merged problem."""
     counted: set[str] = set()
     parts: list[Phase] = []
     for phase in phases:
@@ -43,7 +42,7 @@ def formulate_phases(phases: Sequence[PlannedPhase]) -> tuple[list[Phase], Probl
 
 
 def _tie_phases(phases: Sequence[PlannedPhase]) -> Iterator[Tie]:
-    """Each phase's weights with the first that has them, its cache with the one before."""
+    """Tie weights to their first phase, and cache inputs to the previous phase's outputs."""
     weights: dict[str, tuple[int, Analysis, _PlacedVariable]] = {}
     left: dict[str, tuple[int, Analysis, _PlacedVariable]] = {}
     for number, phase in enumerate(phases):
@@ -82,7 +81,7 @@ def _list_weights(phase: PlannedPhase) -> dict[str, _PlacedVariable]:
 def _list_caches(
     phase: PlannedPhase,
 ) -> tuple[dict[str, _PlacedVariable], dict[str, _PlacedVariable]]:
-    """The tensors of a cache that a phase takes, and those that it gives, by path."""
+    """The cache tensors that a phase reads, and those that it returns, by path."""
     kept: Mapping[str | int, tuple[int, tuple[Placement, ...]]] = phase.problem.caches
     outputs = list_cache_outputs(phase.analysis)
     taken = {

@@ -1,16 +1,16 @@
 """Match: axes become pairs of openers and closers, found by dataflow alone.
 
 For an axis that some weight produces (opener, column-parallel), walk its value forward by passing
-factors: where another weight contracts it stands a closer (row-parallel). If every op met on the
-way lets the axis pass, the reach is *clean* and the axis *pairable*: query, key, value → output;
-gate, up → down. The residual's hidden axis meets norms, so it is no pair. A weight that makes a
-pairable axis opens its pair even if a norm stands in its own way (queries normed over all heads).
-An axis that cleanly reaches an output, or a loss over classes, and a table looked up by an integer
-input, is a vocabulary.
+factors: a weight that contracts it is a closer (row-parallel). If every op on the way passes
+the axis on, the reach is *clean* and the axis *pairable*: query, key, value → output;
+gate, up → down. The residual's hidden axis meets norms, so it is not a pair. A weight that produces
+a pairable axis opens its pair even if a norm follows it (queries normalised over all heads). An
+axis that cleanly reaches an output or a loss over classes, and the rows of an embedding, are a
+vocabulary.
 
-Parameters that are in no pair then are looked at once more, less strictly: a sum over the axis may
-be on its way (a norm spelled out, between heads and their output), which costs collectives, but
-not memory. The residual's axis is none of these: it ends in a head, or an output.
+Parameters in no pair are then examined again with a weaker condition: a reduction over the axis may
+be on the way (a decomposed norm between heads and their output), which costs collectives but no
+memory. The residual's axis still does not qualify: it ends in a head or an output.
 """
 
 from collections import defaultdict
@@ -57,7 +57,7 @@ VOCABULARY = Role("vocabulary", frozenset(), "vocabulary")
 
 
 class _PairFinder:
-    """Openers, closers and families; of `rest` alone, if given: axes may be summed on their way."""
+    """Openers, closers and families; with `rest`, of those alone, whose axes may be reduced."""
 
     def __init__(
         self, analysis: Analysis, rulebook: Rulebook, rest: frozenset[str] | None = None
@@ -71,7 +71,7 @@ class _PairFinder:
         self.grouped: dict[Atom, list[str]] = defaultdict(list)
         self.interior: dict[Atom, set[str]] = defaultdict(set)
         self.vocabulary: dict[Atom, list[str]] = defaultdict(list)
-        self.produced: set[Atom] = set()  # the axes of openers that no activation brings along
+        self.produced: set[Atom] = set()  # the axes of openers that no activation has
         self.embeddings: set[str] = set()
         self.heads: set[str] = set()
         self.families: nx.Graph[Atom] = nx.Graph()
@@ -80,7 +80,7 @@ class _PairFinder:
     # ── openers ──────────────────────────────────────────────────────────────────────────────
 
     def open_pairs(self) -> None:
-        """Walk forward from every opener and every looked-up table."""
+        """Walk forward from every opener and every embedding."""
         for use in self.analysis.uses.values():
             for k, operand in enumerate(use.operands):
                 if operand.value in self.analysis.weights and operand.value in self.analysis.dims:
@@ -104,7 +104,7 @@ class _PairFinder:
     def _open_axis(self, use: Use, atom: Atom, names: tuple[str, ...]) -> bool:
         """Note what `atom` meets on its way from `use`; whether that is a clean way to a closer.
 
-        The groups of a product are opened too: each rank takes some of them from a whole value.
+        The groups of a product are opened too: each rank slices its own from a replicated value.
         """
         reach = self.trace_axis((use.node, 0), atom)
         if self.rest is not None and (reach.output or not reach.closers <= self.rest):
@@ -138,7 +138,7 @@ class _PairFinder:
         return False
 
     def _list_produced_axes(self, use: Use, k: int) -> Iterable[Atom]:
-        """Axes of operand `k` that pass to a result and that no activation brings along."""
+        """Axes of operand `k` that pass to a result and that no activation has."""
         for factor in use.rule.factors:
             operands = {s for s, _ in factor.slots if s >= 0}
             weights = all(use.operands[s].value in self.analysis.weights for s in operands)
@@ -282,7 +282,7 @@ class _PairFinder:
         return tuple(sorted(axes, key=lambda a: -len(self.openers[a])))
 
     def _build_pair(self, axes: tuple[Atom, ...]) -> AxisPair:
-        # what makes the groups that others take from whole values need not make them cut
+        # what produces grouped channels need not produce them sharded
         inner = [n for a in axes if a in self.produced for n in self.followers[a]]
         inner += [n for a in axes for n in self.grouped[a]]
         openers = [*inner, *(n for a in axes for n in self.openers[a])]
@@ -305,8 +305,8 @@ class _PairFinder:
     def _assign_pairs(self, out: Matching) -> None:
         """Give each parameter the pair that most parameter bytes share; drop pairs without any.
 
-        A pair whose closers have all settled elsewhere joins nothing (the head size of a lone
-        key-value head, where the output projection is cut by heads): its openers settle again.
+        A pair whose closers are all assigned elsewhere is dropped (the head size of one
+        key-value head, if the output projection is sharded by heads): its openers are reassigned.
         """
         every = tuple(out.pairs)
         weight = {
@@ -315,18 +315,18 @@ class _PairFinder:
         }
         while True:
             out.pair_of = self._choose_pairs(out.pairs, weight)
-            joined = {p for n, p in out.pair_of.items() if p.vocabulary or n in p.closers}
-            if joined >= set(out.pair_of.values()):
+            closed_pairs = {p for n, p in out.pair_of.items() if p.vocabulary or n in p.closers}
+            if closed_pairs >= set(out.pair_of.values()):
                 break
-            out.pairs = [p for p in out.pairs if p in joined]
-        beside = {
+            out.pairs = [p for p in out.pairs if p in closed_pairs]
+        adjacent = {
             n: self._list_adjacent_pairs(n, p, out.pairs, weight) for n, p in out.pair_of.items()
         }
         settled = set(out.pair_of.values())
-        out.pairs = [p for p in out.pairs if p in settled or _can_merge(p, beside)]
+        out.pairs = [p for p in out.pairs if p in settled or _can_merge(p, adjacent)]
         for name, pair in out.pair_of.items():
             inside = (p for p in out.pairs if name in (*p.openers, *p.closers))
-            others = beside[name] if pair.vocabulary else inside  # in a chain the costs decide
+            others = adjacent[name] if pair.vocabulary else inside  # in a chain the costs decide
             mine = (pair, *(p for p in others if p in out.pairs and not p.vocabulary))
             spare = self._list_spare_pairs(name, pair, every)
             of = dict.fromkeys(a for p in (*mine, *spare) for a in self._list_home_axes(name, p))
@@ -365,7 +365,7 @@ class _PairFinder:
             closed = [p for p in plain if name in p.closers]
             heads = any(p.vocabulary and name in p.openers for p in mine)
             if name not in self.embeddings and (closed or not heads):
-                # the last closer's own output is no vocabulary, nor is a residual put out
+                # the last closer's own output is not a vocabulary, nor is a residual output
                 grouped = [p for p in mine if p not in closed and self._is_grouped(name, p)]
                 mine = closed + grouped if closed else plain or mine
             mine.sort(key=lambda p: (not p.vocabulary, -weight[p], p.axes[0].number))
@@ -385,15 +385,15 @@ class _PairFinder:
     def _list_home_axes(self, name: str, pair: AxisPair) -> tuple[Atom, ...]:
         node = self.analysis.parameters[name]
         leaves = [a for d in self.analysis.dims[(node, 0)] for a in self.forest.list_leaves(d)]
-        if name in self.embeddings - self.heads:  # a tied table follows its head
+        if name in self.embeddings - self.heads:  # a tied embedding follows its head
             return tuple(dict.fromkeys(a for a in leaves if a.is_splittable))
         return tuple(a for a in pair.axes if a in leaves)
 
 
-def _can_merge(pair: AxisPair, beside: Mapping[str, list[AxisPair]]) -> bool:
-    """Whether a pair has an opener and a closer beside the pairs that these have settled in."""
+def _can_merge(pair: AxisPair, adjacent: Mapping[str, list[AxisPair]]) -> bool:
+    """Whether an opener and a closer have the pair as an adjacent one."""
     return all(
-        any(pair in beside.get(n, ()) for n in names) for names in (pair.openers, pair.closers)
+        any(pair in adjacent.get(n, ()) for n in names) for names in (pair.openers, pair.closers)
     )
 
 
@@ -434,11 +434,11 @@ ALIKE = frozenset(
         aten.full_like.default,
     }
 )
-"""Makers of one number everywhere: as ids they stand for an input that was not given."""
+"""Ops that fill with one number: as ids they replace an input that was not passed."""
 
 
 def is_vocabulary(use: Use, k: int, analysis: Analysis, rulebook: Rulebook) -> bool:
-    """Whether operand `k` is looked up by an integer input, moved about but not computed with."""
+    """Whether operand `k` is an embedding whose ids are an integer input, at most moved."""
     if use.rule.emit != "lookup" or k != 0:
         return False
     ids = (o.value[0] for o in use.operands if o.value not in analysis.weights)

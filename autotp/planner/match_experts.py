@@ -1,9 +1,9 @@
-"""Experts: the axis along which a weight of a pair is one of several.
+"""Experts: the axis that stacks the weights of all experts of a pair.
 
-Each expert has rows of its own (a grouped product), or all have all rows (a batched one). Up and
-down projections have the axis both, and no weight makes it what heads are: an axis of activations
-with an opener and a closer. So it is no pair's, but a pair can be cut along it too: expert by
-expert, instead of every expert along its hidden axis. A second home is what a weight has in it.
+Each expert processes its own rows (a grouped product), or every expert all rows (a batched one).
+Up and down projections both have the axis, so it has no opener and closer and is not a pair. But a
+pair can be sharded along it: by complete experts, instead of each expert along its hidden axis. It
+is a second home axis of the weights.
 """
 
 from collections import defaultdict
@@ -28,12 +28,12 @@ def add_experts(analysis: Analysis, found: Matching, rest: Matching) -> Matching
 
 def _find_expert_weights(analysis: Analysis, matching: Matching) -> dict[str, Atom]:
     """The axis of experts of each weight of a pair that has one."""
-    beside = _find_shared_axes(analysis)
+    shared = _find_shared_axes(analysis)
     paired = {axis for pair in matching.pairs for axis in pair.axes}
     found: dict[str, Atom] = {}
     for name, pair in matching.pair_of.items():
         sides = [[_list_axes(analysis, n) for n in names] for names in (pair.openers, pair.closers)]
-        several = {a for n in (*pair.openers, *pair.closers) for a in beside[n]} - paired
+        several = {a for n in (*pair.openers, *pair.closers) for a in shared[n]} - paired
         for axis in _list_axes(analysis, name):
             joint = all(any(axis in own for own in side) for side in sides)
             if axis in several and joint and not pair.vocabulary:
@@ -42,7 +42,7 @@ def _find_expert_weights(analysis: Analysis, matching: Matching) -> dict[str, At
 
 
 def _find_expert_biases(analysis: Analysis, experts: set[Atom]) -> dict[str, Atom]:
-    """The axis of each table that gives the rows of an expert what is its own."""
+    """The expert axis of each bias that is looked up for the rows of an expert."""
     found: dict[str, Atom] = {}
     for use in analysis.uses.values() if experts else ():
         for factor in (f for f in use.rule.factors if f.grouped and f.kind == "reduce"):
@@ -53,7 +53,7 @@ def _find_expert_biases(analysis: Analysis, experts: set[Atom]) -> dict[str, Ato
 
 
 def _list_axes(analysis: Analysis, name: str) -> dict[Atom, None]:
-    """The axes that are whole dims of a parameter."""
+    """The axes that are complete dims of a parameter."""
     dims = analysis.dims[(analysis.parameters[name], 0)]
     flat = [analysis.forest.flatten(dim) for dim in dims]
     return dict.fromkeys(dim[0] for dim in flat if len(dim) == 1 and dim[0].is_splittable)

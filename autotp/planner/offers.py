@@ -1,10 +1,10 @@
-"""What a group of `tp` ranks may cut beyond the axes that it divides: found from the pairs.
+"""What may be sharded besides the axes that `tp` divides, found from the pairs.
 
-- An axis of a pair, or of its experts, or the rows of a looked-up table, with a unit for every rank
-  is cut into whole units, the first ranks holding one more.
-- Fewer key-value heads than ranks: the group is factored, tp = n1 * n2; the key-value heads are cut
-  in n1 parts, the query heads of each in n2, and n2 ranks hold a copy of a key-value head.
-- A fused dim with axes of several pairs side by side is cut along one axis of each.
+- An axis of a pair or of its experts, or the rows of an embedding, with at least one unit per rank
+  is sharded into complete units; the first ranks get one more.
+- With fewer key-value heads than ranks the group is factored, tp = n1 * n2: the key-value heads are
+  sharded over n1, the query heads of each over n2, and each key-value head has n2 copies.
+- A fused dim with axes of several pairs next to each other is sharded along one axis of each.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def find_offers(analysis: Analysis, matching: Matching, tp: int) -> Offers:
 
 
 def _list_embedding_rows(analysis: Analysis) -> Iterator[Atom]:
-    """The rows of tables that are looked up, whatever by."""
+    """The rows of embeddings, whatever their ids are."""
     for use in analysis.uses.values():
         for factor in use.rule.factors if use.rule.emit == "lookup" else ():
             if factor.kind == "reduce":
@@ -56,7 +56,7 @@ def factor_pair(pair: AxisPair, tp: int) -> Partition | None:
 
 
 def _find_joint_partitions(analysis: Analysis, matching: Matching, tp: int) -> Iterator[Partition]:
-    """A partition for each sum of segments that belong to several pairs, or in part to none."""
+    """A partition for each sum whose segments belong to several pairs, or some to none."""
     forest = analysis.forest
     of_axis = {a: pair for pair in matching.pairs for a in pair.axes}
     for name, node in analysis.parameters.items():
@@ -67,7 +67,7 @@ def _find_joint_partitions(analysis: Analysis, matching: Matching, tp: int) -> I
             cuts = [_partition_pair(pair, tp) for pair in distinct]
             if any(
                 name in pair.closers for pair in distinct
-            ):  # what it contracts is cut throughout
+            ):  # a contracted dim must be sharded in every segment
                 rest = [s for s in sections if not any(_list_pairs(analysis, s, of_axis))]
                 cuts += dict.fromkeys(_partition_section(analysis, s, tp) for s in rest)
             if len(cuts) > 1 and all(cuts):
@@ -77,7 +77,7 @@ def _find_joint_partitions(analysis: Analysis, matching: Matching, tp: int) -> I
 
 
 def _partition_section(analysis: Analysis, section: Dim, tp: int) -> Partition | None:
-    """How a segment of no pair is cut beside those of pairs: along an axis that `tp` divides."""
+    """How a segment in no pair is sharded next to those of pairs: along an axis `tp` divides."""
     leaves = (a for a in analysis.forest.list_leaves(section) if not a.data)
     return next((Partition((Part(a.name),)) for a in leaves if _divides(a, tp)), None)
 
@@ -101,7 +101,7 @@ def _list_pairs(
 
 
 def _partition_pair(pair: AxisPair, tp: int) -> Partition | None:
-    """How the pair is cut on its own: along its first axis that has a unit for every rank."""
+    """How a pair is sharded on its own: along its first axis with a unit for every rank."""
     fitting = [a for a in pair.axes if a.units >= tp]
     if fitting:
         return Partition((Part(fitting[0].name),))

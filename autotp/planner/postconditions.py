@@ -1,7 +1,7 @@
-"""The postconditions of propagate, match and formulate: what the next stage takes for granted.
+"""The postconditions of propagate, match and formulate, on which the next stage relies.
 
-Each yields reasons, with the node, its module path and its source line, and with both sides of what
-should agree.
+Each yields faults, with the node, its module path and its source line, and with both sides of the
+contradiction.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -57,7 +57,7 @@ def _check_forest(analysis: Analysis) -> Iterator[str]:
                 f"{_sum_sizes(forest, atom.segments)}"
             )
         if atom.groups is not None and atom.groups.bounds not in names:
-            yield f"rows of axis {atom.name} are grouped by {atom.groups.bounds}, which is no node"
+            yield f"rows of axis {atom.name} are grouped by {atom.groups.bounds}, which is not a node"
 
 
 def _sum_sizes(forest: Forest, segments: Iterable[Dim]) -> Size | None:
@@ -98,8 +98,9 @@ def _check_dims(analysis: Analysis) -> Iterator[str]:
         found, wanted = tuple(forest.size(d) for d in dims), sizes.read(meta)
         if found != wanted:
             yield (
-                f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but its dims "
-                f"have sizes {_format_sizes(found)}: {', '.join(forest.format(d) for d in dims)}"
+                f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but its "
+                f"dims have sizes {_format_sizes(found)}: "
+                f"{', '.join(forest.format(d) for d in dims)}"
             )
 
 
@@ -153,7 +154,10 @@ class _RuleReader:
         sizes = tuple(analysis.forest.size(d) for d in operand.dims)
         wanted = self.sizes.read(found.meta["val"])
         if sizes != wanted:
-            yield f"({found.name}) has sizes {_format_sizes(wanted)}, but its dims have {_format_sizes(sizes)}"
+            yield (
+                f"({found.name}) has sizes {_format_sizes(wanted)}, but its dims have "
+                f"{_format_sizes(sizes)}"
+            )
 
     def _check_results(self, use: Use) -> Iterator[str]:
         made, given = list_results(use.node), use.rule.results

@@ -1,9 +1,9 @@
-"""Analyse: the dims and rule of every node that depends on a parameter.
+"""Propagate: the dims and rule of every node that depends on a parameter.
 
 One pass forward over the program: a parameter's dims are fresh, a rule unites and refines dims, and
 the forest carries refinements back. Nodes that depend on no parameter (masks, positions, rotary
-tables) need no rule: they stay whole on every rank, and each use of one gets dims of its own, so
-that a table shared by all layers does not tie their axes.
+tables) need no rule: they are replicated, and each use of one gets dims of its own, so that a
+table shared by all layers does not unite their axes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ def propagate(
 ) -> Analysis:
     """The analysis of `program`, whose `parameters` are the get_attr targets to be laid out.
 
-    The rule of an op that acts on parameters and has no row is found by running it, and holds for
-    the backward pass too if `gradients` are wanted. In strict mode it raises UnknownOpError.
+    The rule of an op without a row is discovered by running it, for the backward pass too with
+    `gradients`. In strict mode such an op raises UnknownOpError.
     """
     discover = None if strict else partial(discover_rule, gradients=gradients)
     reader = _Reader(program, frozenset(parameters), rulebook, discover)
@@ -65,12 +65,12 @@ def _describe_unknown_ops(nodes: Sequence[fx.Node]) -> str:
     path, line = find_module_path(first) or "the root", find_source_line(first)
     source = f" ({line})" if line else ""
     others = sorted({str(n.target) for n in nodes} - {str(first.target)})
-    more = f"; without one too: {', '.join(others)}" if others else ""
+    more = f"; other ops without a rule: {', '.join(others)}" if others else ""
     return (
         f"node {first.name} in {path}{source}: op {first.target} has no rule, and "
         f"strict=True{more}. Pass a TOML file with a row for it as rules= "
-        "(docs/how-to/add-a-rule.md), or leave strict off: the op is then discover, and runs on "
-        "replicated operands if no rule is found."
+        "(docs/how-to/add-a-rule.md), or leave strict off: autotp then runs the op to "
+        "discover a rule, and runs it on replicated operands if it finds none."
     )
 
 
@@ -136,7 +136,7 @@ class _Reader:
 
     def _visit_call(self, node: fx.Node) -> None:
         if node.target is torch.ops.aten.sym_size.int:
-            return  # free sizes are of the data, and no part of a value has others
+            return  # symbolic sizes are of the data, which is never sharded
         found = list(_list_tensors(node))
         if not any(find_source(n) in self.analysis.dims for n, _, _ in found):
             return
@@ -155,7 +155,7 @@ class _Reader:
         value = find_source(node)
         dims = self.analysis.dims.get(value)
         if dims is None:
-            value = (node, 0)  # what no parameter reaches is copied node by node
+            value = (node, 0)  # a value that no parameter reaches gets dims per use
             sizes = self.sizes.read(cast(torch.Tensor, node.meta["val"]))
             data = (
                 self.data.get(str(node.target), set()) if node.op == "placeholder" else set[int]()
@@ -183,7 +183,7 @@ class _Reader:
         metas: dict[int, torch.Tensor],
         discover: Callable[[OpaqueCall], Discovery],
     ) -> NodeRule | None:
-        """The rule that trying the op finds, if it does."""
+        """The rule found by running the op, or None."""
         call = describe_call(node, operands, metas, self.sizes)
         unfit = isinstance(call, str)
         found = Discovery(str(node.target), None, call) if unfit else discover(call)
@@ -234,7 +234,7 @@ class _Reader:
 
 
 def _list_tensors(node: fx.Node) -> Iterator[tuple[fx.Node, int | str, int]]:
-    """Every tensor operand with the place where it stands."""
+    """Every tensor operand with its position."""
     places: list[tuple[int | str, Any]] = [*enumerate(node.args), *node.kwargs.items()]
     for place, argument in places:
         if isinstance(argument, fx.Node):

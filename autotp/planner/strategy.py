@@ -3,18 +3,18 @@
 A strategy gives every operand and result a placement. There are four kinds:
 
 - *replicated*: everything R.
-- *split*: one axis of one factor is cut; slots that have it are S, a contracted one leaves P.
+- *split*: one axis of one factor is sharded; slots that have it are S, contracting it gives P.
 - *partial*: where the op is linear, P passes from a set of operands to the results.
 - *shared*: where gradients flow, R~ passes from every differentiable operand to the results (the
   dual of partial; needs no linearity, since a backward pass is linear). Where no gradient comes
   back to the results, they are R.
 
-An operand that lacks the split axis, or stands beside a partial one, receives a partial gradient:
+An operand without the split axis, or next to a partial one, receives a partial gradient:
 R~ in training, R without gradients.
 
 Where rows are grouped (`algebra.grouped_rows`), rows and groups are sharded together: values with
 the rows are G, weights with the groups S. Every value with a gradient must have one of the two,
-since rows that mean nothing would otherwise reach the gradient of another value.
+else undefined rows would reach the gradient of another value.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,8 +70,8 @@ def derive_strategies(
     """Every strategy of one node at group size `tp`, in a fixed order.
 
     Constraints: a split axis is static, no data size, and divisible by `tp` or offered otherwise. A
-    contracted dim must be cut in every segment, without copies (what is whole on every rank would
-    be summed `tp` times).
+    contracted dim must be sharded in every segment, without copies (a replicated segment would be
+    summed `tp` times).
     """
     maker = _StrategyMaker(rule, facts, forest, tp, training, offers)
     return tuple(maker.derive())
@@ -98,7 +98,7 @@ class _StrategyMaker:
         yield from self.pass_through()
 
     def list_partitions(self) -> Iterator[tuple[int, Partition]]:
-        """What may be cut, with the number of the first factor that has it."""
+        """What may be sharded, with the number of the first factor that has it."""
         joint = dict.fromkeys(self.offers.joint)
         for number, factor in enumerate(self.rule.factors):
             leaves = dict.fromkeys(self.forest.list_leaves(factor.dim))
@@ -113,7 +113,7 @@ class _StrategyMaker:
                 yield number, partition
 
     def _partition_rows(self, number: int, rows: Atom) -> Iterator[tuple[int, Partition]]:
-        """Grouped rows cut together with all that is cut by their groups."""
+        """Grouped rows, sharded together with their groups."""
         of, bounds = rows.groups.axis if rows.groups else "", rows.groups and rows.groups.bounds
         along = [f.dim for f in self.rule.factors if f.grouped == bounds]
         groups = [
@@ -137,7 +137,7 @@ class _StrategyMaker:
         return SHARED if partial else REPLICATED
 
     def split_factor(self, number: int, partition: Partition) -> Strategy | None:
-        """The strategy that cuts `partition` in factor `number`, or None if it is illegal."""
+        """The strategy that shards `partition` in factor `number`, or None if it is illegal."""
         rows = self.forest.find_grouped_rows(partition)
         bounds = rows.groups.bounds if rows and rows.groups else None
         touched = self._find_split_factors(number, partition)
@@ -164,7 +164,7 @@ class _StrategyMaker:
         return Strategy(label, *made, partition)
 
     def _find_split_factors(self, number: int, partition: Partition) -> list[Factor]:
-        """Factor `number`, and those with the axes that it lacks."""
+        """Factor `number`, and those that have the remaining axes of `partition`."""
         first = self.rule.factors[number]
         rest = partition.without(self.forest.restrict((first.dim,), partition).axes)
         others = [f for f in self.rule.factors if f is not first and self._has_axes(f.dim, rest)]
@@ -193,7 +193,7 @@ class _StrategyMaker:
         return bool(partition.parts) and bool(self.forest.restrict((dim,), partition).parts)
 
     def _split_dims(self, factor: Factor, partition: Partition) -> Iterator[Split | None]:
-        """The cut of each dim of `factor`; None for a dim that cannot be."""
+        """The split of each dim of `factor`; None for a dim without one."""
         for slot, dim in factor.slots:
             yield self.forest.split(self._dims(slot)[dim], partition)
 
@@ -203,7 +203,7 @@ class _StrategyMaker:
         return all(cut is not None and cut.is_exact(self.tp) for cut in cuts)
 
     def _fits(self, factor: Factor, partition: Partition) -> bool:
-        """Whether parts are of consecutive elements, and aligned, where the factor asks for it."""
+        """Whether shards are contiguous, and aligned, if the factor requires it."""
         if not (factor.block or factor.aligned):
             return True
         cuts = [cut for cut in self._split_dims(factor, partition) if cut]
@@ -219,7 +219,7 @@ class _StrategyMaker:
         return self.facts.operands[slot] if slot >= 0 else self.rule.results[~slot]
 
     def _place(self, slot: int, slots: set[Slot], partition: Partition) -> Placement | None:
-        """Where an operand or result lies; None: nowhere."""
+        """The placement of an operand or result; None if there is none."""
         dims = self._dims(slot)
         cut = [
             d for d, dim in enumerate(dims) if (slot, d) in slots and self._has_axes(dim, partition)
@@ -237,12 +237,12 @@ class _StrategyMaker:
         return Placement("S~" if copied and self.training else "S", cut[0], here)
 
     def _count_shards(self, split: Split) -> int:
-        """In how many parts all segments of a dim are cut; 0 if not all in as many."""
+        """The number of shards of every segment of a dim; 0 if they differ."""
         copies = {split.count_copies(s, self.tp) for s in split.segments}
         return self.tp // copies.pop() if len(copies) == 1 else 0
 
     def _place_without(self, slot: int) -> Placement:
-        """Where a value without the axes lies: its gradient is partial."""
+        """The placement of a value without the axes: its gradient is partial."""
         if slot >= 0:
             return self.place_operand_without(slot)
         return SHARED if self.training and self.facts.flows else REPLICATED

@@ -1,4 +1,4 @@
-"""What a placement problem depends on besides the program: the terms under which it is posed."""
+"""What a placement problem depends on besides the program: machine, options, constraints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ __all__ = ["Constraint", "Terms"]
 
 
 class Constraint(Protocol):
-    """What an override, or a plan to follow, leaves to one parameter."""
+    """The constraint of an override, or of a plan to follow, on one parameter."""
 
     def __call__(self, placement: Placement) -> bool:
         """Whether the parameter may take `placement`."""
         ...
 
     def explain_refusal(self, possible: Sequence[Placement]) -> str:
-        """Why none of the `possible` placements is left: what to tell the one who asked."""
+        """The error message for when none of the `possible` placements is allowed."""
         ...
 
 
@@ -30,13 +30,13 @@ class Constraint(Protocol):
 class Terms:
     """What the problem depends on besides the program.
 
-    - `request`: what the caller asked for: machine, threshold.
-    - `priced`: bytes of a (symbolic) tensor at the sizes priced for; `summed`: the same where it is
-      summed over the group.
-    - `everything`: the conversions that the search leaves out are open too (for random plans).
-    - `allowed`: parameter name to the placements that an override or a plan leaves it.
-    - `caches`: how tensors of a cache lie already, by path: calls before this one made them so.
-    - `offers`: what may be cut beyond the axes that tp divides.
+    - `request`: the options of the caller: machine, threshold.
+    - `priced`: the bytes of a (symbolic) tensor at the sizes that costs are estimated for;
+      `summed`: the same in the dtype of sums over the group.
+    - `everything`: also allow the conversions that the search leaves out (for random plans).
+    - `allowed`: the constraint of each parameter that an override or a plan restricts.
+    - `caches`: the placement that earlier calls gave each cache tensor, by path.
+    - `offers`: what may be sharded besides the axes that tp divides.
     """
 
     tp: int

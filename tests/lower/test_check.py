@@ -144,7 +144,7 @@ def test_what_leaves_the_graph_must_be_whole() -> None:
     source = gather.all_input_nodes[0]
     bypass(gather)
 
-    with pytest.raises(VerifyError, match=rf"node {source.name}.*leaves the graph as S\("):
+    with pytest.raises(VerifyError, match=rf"node {source.name}.*is an output placed S\("):
         checked(made)
 
 

@@ -249,7 +249,7 @@ def test_more_ranks_than_experts_cut_each_of_them_and_the_plan_says_so() -> None
     pair = next(pair for pair in plan.pairs if pair.role == "experts")
 
     assert ["column", "row"] == layouts(plan, "experts.gate_up_proj", "experts.down_proj")
-    assert "experts (4): too few for tp 8, so each is cut" == pair.note
+    assert "experts (4): too few for tp 8, so each is sharded" == pair.note
     with pytest.raises(
         PlanError, match=r"its axis of 4 cannot be sharded over 8 ranks; tp sizes that"
     ):

@@ -340,7 +340,8 @@ def test_sizes_that_the_capture_fixes_are_told_with_what_happens_to_others() -> 
 
     assert "x · eval (fixed sizes only, see Warnings)" in format_plan(plan)
     assert plan.warnings[0].startswith(
-        "the graph holds for these sizes only: sequence 12; other sizes are captured when they come"
+        "the graph is valid for these sizes only: sequence 12; other sizes are captured when they "
+        "occur"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a plan says of the cache: how each of its tensors lies over the ranks, and its bytes."""
+"""The cache in a plan: the placement and bytes of each of its tensors."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,7 +15,7 @@ __all__ = ["summarise_caches", "count_cache_bytes"]
 def summarise_caches(
     findings: Findings, name_axis: Callable[[Partition], str], pricing: Pricing
 ) -> dict[str, CacheRecord]:
-    """The tensors of the cache by path; `name_axis` gives an axis the name that people read."""
+    """The tensors of the cache by path; `name_axis` returns the printed name of an axis."""
     kept = list_cache_outputs(findings.analysis)
     return {k.path: _summarise_cache(k, findings, name_axis, pricing) for k in kept}
 

@@ -1,4 +1,4 @@
-"""What a summary is made of: the call that was planned, and what the stages found."""
+"""The inputs of a summary: the planned call, and the results of the stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Call:
 
     - `variant`: its key; `sizes`: of its data, by name.
     - `longest`: the sizes at which a cache is at its largest.
-    - `prefill`: the plan of the call that this one was planned together with, which lists all
+    - `prefill`: the plan of the prefill that was planned together with this call; it lists all
       weights.
     """
 
@@ -36,14 +36,14 @@ class Call:
 
     @property
     def overrides(self) -> Mapping[str, str]:
-        """The overrides requested; a plan that is followed keeps its own, as its reasons."""
+        """The overrides requested; a followed plan keeps its own."""
         plan = self.request.plan
         given = plan.options.get("overrides") if plan else None
         return self.request.overrides if given is None else cast("Mapping[str, str]", given)
 
     @property
     def shard_threshold(self) -> float:
-        """The threshold requested; a plan that is followed keeps its own."""
+        """The threshold requested; a followed plan keeps its own."""
         plan = self.request.plan
         given = plan.options.get("shard_threshold") if plan else None
         return self.request.shard_threshold if given is None else cast("float", given)
@@ -51,7 +51,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the stages found; `ways` are the strategies among which each op's was chosen."""
+    """The results of the stages; `ways` are the possible strategies of each op."""
 
     analysis: Analysis
     matching: Matching

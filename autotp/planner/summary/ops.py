@@ -1,4 +1,4 @@
-"""What a plan says of ops: rules found or not found, results that ranks may disagree on."""
+"""The ops in a plan: unruled ones, discovered rules, results that may differ between ranks."""
 
 from torch import fx
 
@@ -24,7 +24,7 @@ def list_unruled_ops(analysis: Analysis) -> tuple[str, ...]:
 
 
 def list_discovered_rules(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
-    """The rules found by trying ops, with the modules that use each."""
+    """The rules found by running ops, with the modules that use each."""
     where: dict[tuple[str, str], list[str]] = {}
     for node, found in analysis.discovered.items():
         if found.row is not None:
@@ -37,7 +37,7 @@ def list_discovered_rules(analysis: Analysis) -> tuple[DiscoveredRecord, ...]:
 def list_differing_ops(
     findings: Findings, *, tp: int, training: bool
 ) -> tuple[DifferingRecord, ...]:
-    """The ops that every rank does on the same values, though results may not be the same."""
+    """The ops that all ranks run on equal values, although their results may differ."""
     where: dict[Differing, dict[str, list[str]]] = {}
     for node in findings.analysis.program.graph.nodes if tp > 1 else ():
         for entry in findings.analysis.differing.get(str(node.target), ()):
@@ -52,7 +52,7 @@ def list_differing_ops(
 
 
 def _is_replicated(node: fx.Node, phase: str, findings: Findings, training: bool) -> bool:
-    """Whether all ranks take what `node` makes in that pass to be equal."""
+    """Whether the results of `node` in that pass are assumed equal on all ranks."""
     strategy = findings.decision.strategies.get(node)
     if phase == "forward":
         return strategy is None or any(p.kind in ("R", "R~") for p in strategy.results)

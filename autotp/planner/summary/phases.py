@@ -1,4 +1,4 @@
-"""What a plan says of calls that were planned together with its own."""
+"""The phases of a plan: prefill and decode, planned together."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,15 +11,15 @@ _NAMES = ("prefill", "decode")
 
 
 def add_phases(first: Plan, later: Sequence[Plan], often: Sequence[int]) -> Plan:
-    """The plan `first`, itself one without `later` ones, with all phases and the longest cache."""
+    """The plan `first` with all phases and the longest cache; unchanged without `later` plans."""
     if not later:
         return first
     plans = zip(_NAMES, often, (first, *later), strict=True)
-    held = max(plan.memory.get("kv_cache", 0) for plan in (first, *later))
+    cache = max(plan.memory.get("kv_cache", 0) for plan in (first, *later))
     return replace(
         first,
         phases=tuple(_summarise_phase(*of) for of in plans),
-        memory={**first.memory, "kv_cache": held},
+        memory={**first.memory, "kv_cache": cache},
         caches={**first.caches, **{k: c for plan in later for k, c in plan.caches.items()}},
         warnings=tuple(dict.fromkeys(w for plan in (first, *later) for w in plan.warnings)),
     )

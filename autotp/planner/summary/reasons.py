@@ -88,8 +88,8 @@ class Reasons:
             return ""
         word = axis.rpartition(".")[2]
         return (
-            f"segments of dim {dim} without {word} are replicated: {split.count_replicated()} of its "
-            f"{split.length()} elements"
+            f"segments of dim {dim} without {word} are replicated: {split.count_replicated()} of "
+            f"its {split.length()} elements"
         )
 
     def _has_too_few_units(self, axes: Sequence[Atom], pair: AxisPair) -> bool:
@@ -112,7 +112,7 @@ class Reasons:
         return self.found.decision.parameters.get(name, REPLICATED).partition.axes
 
     def _find_summed_product(self, name: str) -> str:
-        """The row-parallel product that a bias is added to, with its place; empty if there is none."""
+        """The place of the row-parallel product that a bias is added to; empty without one."""
         strategies = self.found.decision.strategies
         products = self.layouts.find_products(name) if len(self._list_dims(name)) == 1 else []
         partial = bool(products) and all(PARTIAL in strategies[n].results for n in products)
@@ -138,7 +138,10 @@ class Reasons:
         fitting = [a for a in axes if self._divides(a)]
         if not fitting:
             sizes = ", ".join(dict.fromkeys(str(a.size) for a in axes))
-            return f"not in a column/row pair, and tp {self.call.tp} divides none of its axes ({sizes})"
+            return (
+                f"not in a column/row pair, and tp {self.call.tp} divides none of its axes "
+                f"({sizes})"
+            )
         return f"not in a column/row pair: {self._explain_axes(name, fitting)}"
 
     def _divides(self, axis: Atom) -> bool:

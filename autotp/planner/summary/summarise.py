@@ -1,7 +1,7 @@
-"""Account: a decision written down as a plan, in plain data.
+"""Summarise: a decision as a Plan, in plain data.
 
-Names for axes, human layouts, what each rank holds, the collectives with their payloads, memory,
-what stays model and why.
+The plan names axes and layouts, lists each rank's shards and the collectives with their payloads,
+estimates memory, and says why replicated parameters are not sharded.
 """
 
 from collections import defaultdict
@@ -50,7 +50,7 @@ def summarise(model: SourceModel, findings: Findings, pricing: Pricing, call: Ca
 
 
 class _Summary:
-    """One plan while it is written down."""
+    """Builds one plan."""
 
     def __init__(
         self, model: SourceModel, findings: Findings, pricing: Pricing, call: Call
@@ -142,7 +142,7 @@ class _Summary:
         return {a: f"{module}.{w}" if module else w for a, w in pair.words.items()}
 
     def _name_other_axes(self) -> None:
-        """Axes in no pair are called by the first parameter's dim that has them, and its size."""
+        """Name axes in no pair by the first parameter's dim that has them, and its size."""
         for name, node in self.analysis.parameters.items():
             for number, dim in enumerate(self.analysis.dims[(node, 0)]):
                 leaves = list(self.forest.list_leaves(dim))
@@ -191,26 +191,26 @@ class _Summary:
         return prod(Extent(n, p.parts, p.stride).part(rank, tp)[1] for n, p in sizes)
 
     def _describe_copies(self, cut: Partition) -> str:
-        """What a factored group means for its axes, in words."""
+        """How a factored group shards its axes, as text."""
         told = [p for p in cut.parts if p.parts]
         return "; ".join(
-            f"{self.names[p.axis].rpartition('.')[2]} in {p.parts} parts, each on "
+            f"{self.names[p.axis].rpartition('.')[2]} in {p.parts} shards, each on "
             f"{self.call.tp // p.parts} ranks"
             for p in told
         )
 
     def _describe_split_experts(self, pair: AxisPair) -> str:
-        """Why experts are cut, and not handed out, where there are fewer than ranks."""
+        """Why each expert is sharded: there are fewer experts than ranks."""
         several, tp = self.found.matching.experts, self.call.tp
         named = (several[n].units for n in pair.openers if n in several)
         few = next((n for n in named if n < tp), 0)
-        return f"experts ({few}): too few for tp {tp}, so each is cut" if few else ""
+        return f"experts ({few}): too few for tp {tp}, so each is sharded" if few else ""
 
     def _find_pair_partition(self, pair: AxisPair) -> Partition:
-        """What most of the pair's bytes are split along; empty if none are.
+        """The partition of most of the pair's bytes; empty if none are sharded.
 
-        A looked-up table may be split along its other axis; else the pair's own axes and that of
-        its experts alone count.
+        An embedding may be sharded along its other axis; otherwise only the pair's own axes and
+        that of its experts count.
         """
         opener = self.analysis.parameters[pair.openers[0]]
         dims = self.analysis.dims[(opener, 0)] if pair.vocabulary else ()
@@ -226,7 +226,7 @@ class _Summary:
         return max(weight, key=lambda c: weight[c], default=UNCUT)
 
     def _name_partition(self, partition: Partition) -> str:
-        """What a partition cuts, for people: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
+        """The printed name of a partition: `model.layers.0.self_attn.kv_heads*heads_per_kv`."""
         names = [self.names.get(axis, axis) for axis in partition.axes]
         joint = "*" if any(p.parts for p in partition.parts) else "+"
         return joint.join([names[0], *(n.rpartition(".")[2] for n in names[1:])])
@@ -288,7 +288,7 @@ class _Summary:
     # ── collectives, memory, warnings ────────────────────────────────────────────────────────
 
     def _map_axes_to_pairs(self) -> dict[str, str]:
-        """For each axis that is cut in a pair, that pair's axis as the plan calls it."""
+        """For each sharded axis of a pair, the printed name of that pair's axis."""
         split = [(p, self._summarise_pair(p)) for p in self.found.matching.pairs]
         own = {a.name: r.axis for p, r in reversed(split) for a in p.axes if r.split}
         cuts = {a: r.axis for p, r in reversed(split) for a in self._find_pair_partition(p).axes}
@@ -343,22 +343,27 @@ class _Summary:
         unruled: Sequence[str],
         reason: str,
     ) -> Iterable[str]:
-        told = "" if self.call.prefill else describe_excess_replication(parameters, self.call.tp)
-        if told:
-            yield told
+        excess = "" if self.call.prefill else describe_excess_replication(parameters, self.call.tp)
+        if excess:
+            yield excess
             if unused:
                 yield (
                     f"{100 * unused:.3g} % of the parameter bytes are in parameters that these "
-                    "inputs do not use: give example_inputs that do"
+                    "inputs do not use: pass example_inputs that do"
                 )
         if unruled:
-            yield f"{len(unruled)} nodes have no rule and act model: {', '.join(unruled[:4])}"
+            yield (
+                f"{len(unruled)} nodes have no rule and run on replicated operands: "
+                f"{', '.join(unruled[:4])}"
+            )
         if reason:
             fixed = _list_fixed_sizes(self.analysis.program)
-            sizes = ", ".join(f"{word} {size}" for word, size in fixed.items()) or "the given"
+            sizes = (
+                ", ".join(f"{word} {size}" for word, size in fixed.items()) or "those of the inputs"
+            )
             yield (
-                f"the graph holds for these sizes only: {sizes}; other sizes are captured when "
-                f"they come. Traced with free sizes, torch.export fails: {reason}"
+                f"the graph is valid for these sizes only: {sizes}; other sizes are captured when "
+                f"they occur. With dynamic sizes, torch.export fails: {reason}"
             )
 
     def _label_strategy(self, strategy: Strategy) -> str:
@@ -372,7 +377,7 @@ def _dtype_name(dtype: torch.dtype | None) -> str | None:
 
 
 def _describe_rules(request: Request) -> dict[str, object]:
-    """The files of rules that were given, by what is in them; nothing without any."""
+    """The contents of the rule files that were passed; empty without any."""
     return {"rules": request.rules.extensions} if request.rules.extensions else {}
 
 
