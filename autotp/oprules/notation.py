@@ -1,15 +1,14 @@
-"""The rule notation: `"... i, o i, o -> ... o"`, einsum's letters with words, groups and
-broadcasting.
+"""The rule notation `"... i, o i, o -> ... o"`: einsum with named factors, groups and broadcasting.
 
     rule     = operands "->" results          operands = dims ("," dims)*
     dims     = (factor | "(" factor+ ")" | "..." | "1")*
-    factor   = a word; the same word is the same factor wherever it stands
+    factor   = a name; the same name is the same factor wherever it occurs
 
-- `...` stands for any number of leading dims, aligned from the right and broadcast.
+- `...` matches any number of leading dims, aligned from the right and broadcast.
 - `( )` groups the factors of one dim, major to minor.
 - `1` is a dim of size 1; an empty list of dims is a scalar.
 - An operand with fewer dims than its pattern is aligned from the right (a bias of one dim).
-- An operand's dim of size 1 may stand where a factor is larger: it is broadcast.
+- A dim of size 1 in an operand is broadcast where the factor is larger.
 """
 
 import re
@@ -23,7 +22,7 @@ ELLIPSIS = "..."
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|\(|\)|\S)")
 
 Pattern = tuple[tuple[str, ...], ...]
-"""One tensor's dims, each a tuple of factor words; the ellipsis is the dim `("...",)`."""
+"""The dims of a tensor, each a tuple of factor names; the ellipsis is the dim `("...",)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Signature:
     results: tuple[Pattern, ...]
 
     def __str__(self) -> str:
-        """The rule in the notation it was read from."""
+        """The rule in the notation."""
         sides = (
             ", ".join(_format_pattern(p) for p in side) for side in (self.operands, self.results)
         )
@@ -47,7 +46,7 @@ class Signature:
 
 
 def parse_rule(text: str) -> Signature:
-    """The signature that `text` writes; RuleError says which token is wrong and shows the rule."""
+    """The signature that `text` describes; RuleError shows the rule and what is wrong with it."""
     try:
         return _parse(text)
     except RuleError as error:
@@ -60,10 +59,10 @@ def _parse(text: str) -> Signature:
     left, right = text.split("->")
     operands = tuple(_parse_dims(part) for part in left.split(","))
     results = tuple(_parse_dims(part) for part in right.split(","))
-    known = {word for pattern in operands for dim in pattern for word in dim}
+    known = {name for pattern in operands for dim in pattern for name in dim}
     for pattern in results:
-        for word in (w for dim in pattern for w in dim if w not in known):
-            raise RuleError(f"factor {word!r} of a result is in no operand")
+        for name in (n for dim in pattern for n in dim if n not in known):
+            raise RuleError(f"factor {name!r} of a result is in no operand")
     return Signature(operands, results)
 
 
@@ -88,10 +87,10 @@ def _parse_dims(text: str) -> Pattern:
 
 
 def _check_dims(dims: Pattern, text: str) -> Pattern:
-    words = [word for dim in dims for word in dim]
-    for word in words:
-        if words.count(word) > 1:
-            raise RuleError(f"factor {word!r} stands {words.count(word)} times in {text!r}")
+    names = [name for dim in dims for name in dim]
+    for name in names:
+        if names.count(name) > 1:
+            raise RuleError(f"factor {name!r} occurs {names.count(name)} times in {text!r}")
     if (ELLIPSIS,) in dims[1:]:
         raise RuleError(f"'...' must come first in {text!r}")
     return dims

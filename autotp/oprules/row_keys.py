@@ -9,7 +9,7 @@ __all__ = ["ROW_KEYS", "check_row_types", "is_list_of"]
 
 
 def is_list_of(value: object, kind: type) -> bool:
-    """Whether a value is a list of values of a type."""
+    """Whether a value is a list with items of a type."""
     return isinstance(value, list) and all(isinstance(x, kind) for x in cast("list[object]", value))
 
 

@@ -162,7 +162,7 @@ def test_a_rule_found_keeps_the_law_of_rules(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     {
-        "ordered": "no way to cut it",
+        "ordered": "no way to shard it",
         "noisy": "two runs on equal operands differ",
         "writing": "it writes to its operands",
         "failing": "it fails on random numbers: RuntimeError: needs another machine",

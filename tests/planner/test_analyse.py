@@ -112,7 +112,7 @@ def test_a_row_with_too_few_results_contradicts_its_op() -> None:
     rows = load_rulebook().rows
     wrong = replace(rows["aten.sort.default"], signature=parse_rule("... -> ..."), derive="")
     rules = Rulebook({**rows, "aten.sort.default": wrong}, load_rulebook().roles)
-    message = "aten.sort.default: the row gives 1 results, the op makes 2"
+    message = "aten.sort.default: the row has 1 results, but the op returns 2"
 
     with pytest.raises(RuleError, match=re.escape(message)):
         around(lambda x, w: nn.functional.linear(x, w.sort()[0]), rules)

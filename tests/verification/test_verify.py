@@ -173,7 +173,7 @@ def test_in_a_narrow_dtype_every_figure_is_decided_in_float64() -> None:
         (
             retargeted("h_copy", OURS.first_gradient.default),
             "h_copy = autotp.first_gradient",
-            "what it gives h (R) is not",
+            "the one that it passes to h (R) is not",
         ),
         (
             retargeted("d_reduce", OURS.reduce_copy.default),
@@ -194,7 +194,7 @@ def test_a_fault_in_the_graph_is_named(edit: Edit, node: str, meaning: str) -> N
 
 @pytest.mark.parametrize(
     ("shards", "meaning"),
-    [(another_rank, "a wrong slice or layout"), (swapped_layouts, "do not fit")],
+    [(another_rank, "a slice or a layout is wrong"), (swapped_layouts, "do not fit")],
 )
 def test_a_wrong_part_of_a_parameter_is_named(shards: Shards, meaning: str) -> None:
     found = proved(case(shards=shards))
@@ -211,7 +211,7 @@ def test_a_fault_of_the_backward_pass_alone_leaves_the_outputs_right() -> None:
     assert found.max_rel_error < 1e-6
     assert found.gradients["inner.weight"] > 0.01
     assert {"forward all_reduce": 1} == found.collectives_seen
-    assert any("predicted are" in note for note in found.notes)
+    assert any("predicted: {" in note for note in found.notes)
 
 
 def test_right_figures_with_other_collectives_than_predicted_are_not_ok() -> None:
@@ -302,7 +302,7 @@ def test_where_float64_cannot_be_had_float32_decides_and_says_so() -> None:
     assert not found.ok
     assert found.first_divergence is not None
     assert found.first_divergence.startswith("d_reduce")
-    assert any("float64 could not settle" in note for note in found.notes)
+    assert any("float64 could not decide" in note for note in found.notes)
 
 
 def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
@@ -340,7 +340,7 @@ def test_a_program_that_is_not_the_model_is_not_excused_by_float64() -> None:
     found = proved(one)
 
     assert not found.ok
-    assert any("the captured program is not the model" in note for note in found.notes)
+    assert any("the captured program differs from the model" in note for note in found.notes)
 
 
 def test_a_right_model_has_no_wrong_node() -> None:
@@ -360,7 +360,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_is_decided_in_float64() -> Non
     assert found.ok
     assert found.gradients["blocks.0.attention.key.bias"] < 1e-9
     note = next(n for n in found.notes if "gradient of blocks.0.attention.key.bias" in n)
-    assert "held to 1e-09" in note
+    assert "with a tolerance of 1e-09" in note
 
 
 @pytest.mark.slow
@@ -417,9 +417,9 @@ def test_a_floor_keeps_rounding_of_zero_from_counting() -> None:
         ([[1.0, 2.0], [1.0, 1.0]], "each", False),
         ([[0.5, 3.0], [0.5, -1.0]], "sum", True),
         ([[1.0, 2.0], [1.0, 2.0]], "sum", False),
-        ([[1.0], [2.0]], "join", True),
-        ([[2.0], [1.0]], "join", False),
-        ([[1.0, 2.0], [2.0]], "join", False),
+        ([[1.0], [2.0]], "concatenation", True),
+        ([[2.0], [1.0]], "concatenation", False),
+        ([[1.0, 2.0], [2.0]], "concatenation", False),
     ],
 )
 def test_what_each_claim_says(parts: list[list[float]], claim: Any, right: bool) -> None:
@@ -435,7 +435,7 @@ def test_both_figures_are_told() -> None:
         torch.tensor([4.0]), [torch.tensor([4.0]), torch.tensor([3.0])], "each"
     )
 
-    assert "rank 1 has 3 where the whole model has 4 (2.5e-01 of the largest value)" == str(found)
+    assert "rank 1 has 3 where the unsharded model has 4 (2.5e-01 of the largest value)" == str(found)
 
 
 def test_a_reason_stands_for_figures() -> None:

@@ -1,4 +1,4 @@
-"""What a rule sees of one node, and the notation applied to it: factor words bound to dims."""
+"""A node as rules see it, and the notation applied to it: factor names bound to dims."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ __all__ = [
 class Call:
     """One node as a rule sees it.
 
-    - `operands`: dims of each tensor operand that is there; `sizes`: sizes of each result's dims.
+    - `operands`: the dims of each present tensor operand; `sizes`: those of each result.
     - `positions`: for each tensor argument of the schema, its operand number, None if absent, -1 if
       it is a literal.
-    - `arguments`: all arguments by schema name, defaults filled in; `dims`: the forest.
-    - `orders`: what is known of positions.
+    - `arguments`: all arguments by schema name, with defaults.
+    - `orders`: what is known about sorted positions.
     """
 
     forest: Forest
@@ -45,7 +45,7 @@ class Call:
         return value % rank if rank else 0
 
     def fresh(self, result: int, dim: int, *, data: bool = False) -> Dim:
-        """A fresh dim of the size of a result's dim."""
+        """A new dim with the size of a result's dim."""
         return self.forest.add_dim(self.sizes[result][dim], data=data)
 
 
@@ -53,42 +53,43 @@ Builder = Callable[[Call], NodeRule | None]
 
 
 def apply_notation(call: Call, signature: Signature) -> NodeRule | None:
-    """The node rule that a signature gives, or None if the ranks do not fit it."""
-    present = [(k, i) for k, i in enumerate(call.positions[: len(signature.operands)])]
+    """The node rule by a signature; None if the ranks of the operands do not fit it."""
     binding = Binding(call, signature)
-    for position, index in present:
+    for position, index in enumerate(call.positions[: len(signature.operands)]):
         if index is None or index < 0:
             continue
-        if not binding.operand(signature.operands[position], index):
+        if not binding.bind_operand(signature.operands[position], index):
             return None
-    return binding.rule()
+    return binding.build_rule()
 
 
 class Binding:
-    """Factor words bound to dims while one signature is matched against one call."""
+    """Binds factor names to dims while one signature is matched against one call."""
 
     def __init__(self, call: Call, signature: Signature) -> None:
         self.call, self.signature = call, signature
         self.dims: dict[str, Dim] = {}
         self.slots: dict[str, list[Slot]] = {}
         self.broken: set[str] = set()
-        self.ones: set[str] = set()  # factors that stood for size 1 somewhere
+        self.ones: set[str] = set()  # factors with size 1 somewhere
 
-    def operand(self, pattern: Pattern, index: int) -> bool:
+    def bind_operand(self, pattern: Pattern, index: int) -> bool:
         """Whether operand `index` fits `pattern`; binds its factors."""
         dims = self.call.operands[index]
-        words = self._words(pattern, len(dims))
-        if len(words) != len(dims):
+        patterns = self._expand_pattern(pattern, len(dims))
+        if len(patterns) != len(dims):
             return False
-        for at, (names, dim) in enumerate(zip(words, dims, strict=True)):
+        for at, (names, dim) in enumerate(zip(patterns, dims, strict=True)):
             if not self._bind(names, dim, (index, at)):
                 return False
         return True
 
-    def _words(self, pattern: Pattern, rank: int) -> list[tuple[str, ...]]:
-        """The pattern of `rank` dims: as it is if that does not fit, which the caller sees."""
+    def _expand_pattern(self, pattern: Pattern, rank: int) -> list[tuple[str, ...]]:
+        """The pattern for `rank` dims, unchanged if it does not fit."""
         if pattern[:1] != ((ELLIPSIS,),):
-            return list(pattern[max(0, len(pattern) - rank) :])  # fewer dims: broadcast
+            return list(
+                pattern[max(0, len(pattern) - rank) :]
+            )  # fewer dims: broadcast from the right
         count = rank - len(pattern) + 1
         if count < 0:
             return list(pattern)
@@ -138,12 +139,12 @@ class Binding:
                 self.broken.add(name)
         return True
 
-    def rule(self) -> NodeRule:
+    def build_rule(self) -> NodeRule:
         """The node rule of everything bound."""
-        results = tuple(self._result(k, p) for k, p in enumerate(self.signature.results))
+        results = tuple(self._build_result(k, p) for k, p in enumerate(self.signature.results))
         row = self.call.row
         return NodeRule(
-            factors=tuple(self._factor(name) for name in self.slots),
+            factors=tuple(self._build_factor(name) for name in self.slots),
             results=results,
             linear=renumber_sets(self.call, row.linear),
             bias=frozenset(
@@ -153,13 +154,12 @@ class Binding:
             loss=row.loss,
         )
 
-    def _result(self, number: int, pattern: Pattern) -> tuple[Dim, ...]:
-        words = self._words(pattern, len(self.call.sizes[number]))
+    def _build_result(self, number: int, pattern: Pattern) -> tuple[Dim, ...]:
         out: list[Dim] = []
-        for at, names in enumerate(words):
+        for at, names in enumerate(self._expand_pattern(pattern, len(self.call.sizes[number]))):
             size = self.call.sizes[number][at]
             dim = tuple(a for n in names for a in self.dims.get(n, ()))
-            if self.call.forest.size(dim) != size:  # sizes that only agree symbolically
+            if self.call.forest.size(dim) != size:  # broadcast, or sizes whose equality is unknown
                 self.broken.update(names)
                 dim = self.call.forest.add_dim(size)
             for name in names:
@@ -168,7 +168,7 @@ class Binding:
             out.append(dim)
         return tuple(out)
 
-    def _factor(self, name: str) -> Factor:
+    def _build_factor(self, name: str) -> Factor:
         join = self.call.row.reduce.get(name, "")
         kind: FactorKind = "pass"
         if name in self.broken or name in self.call.row.whole or join in ("max", "none"):
@@ -187,19 +187,19 @@ def find_operand(call: Call, number: int) -> int | None:
 
 
 def renumber_sets(call: Call, sets: Sequence[frozenset[int]]) -> tuple[frozenset[int], ...]:
-    """Linear sets over present operands; a set that needs a literal (`x + 1.0`) is gone."""
+    """Linear sets of present operands, without those that contain a literal (`x + 1.0`)."""
     out: list[frozenset[int]] = []
     for operands in sets:
         numbers = [find_operand(call, n) for n in sorted(operands)]
         if -1 not in numbers and any(n is not None for n in numbers):
-            found = frozenset(n for n in numbers if n is not None)
-            if found not in out:
-                out.append(found)
+            renumbered = frozenset(n for n in numbers if n is not None)
+            if renumbered not in out:
+                out.append(renumbered)
     return tuple(out)
 
 
 def move_dims(call: Call, source: Sequence[int | None]) -> NodeRule:
-    """One operand whose dims move to a result: `source[j]` is the operand dim of result dim j."""
+    """The rule of an op that moves dims: `source[j]` is the operand dim of result dim j."""
     dims = call.operands[0]
     results = tuple(() if s is None else dims[s] for s in source)
     factors = [

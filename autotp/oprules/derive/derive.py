@@ -1,8 +1,8 @@
 """Rules that depend on an op's arguments: views, permutations, slices, reductions over named dims.
 
-`RULES` is a closed list; a row of rules/ picks one by name. Each takes a `Call` and returns a
-`NodeRule`, or None where it cannot say (the node is then whole). Nothing here knows an op by name:
-arguments are found by their names in the op's schema.
+`RULES` is a closed list; a row of rules/ names one of them. Each takes a `Call` and returns a
+`NodeRule`, or None if it has no rule for the call (the node is then replicated). Nothing here knows
+an op by name: arguments are found by their names in the op's schema.
 """
 
 from collections.abc import Mapping
@@ -32,24 +32,24 @@ __all__ = ["RULES", "Call", "apply_row"]
 
 
 def apply_row(call: Call) -> NodeRule | None:
-    """The rule of one node, by its row's signature or derived rule; None where it does not fit.
+    """The rule of one node, by the signature or `derive` of its row; None if it does not fit.
 
-    Raises RuleError when the row has not as many results as the op.
+    Raises RuleError if the row and the op differ in the number of results.
     """
     row = call.row
     rule = RULES[row.derive](call) if row.signature is None else apply_notation(call, row.signature)
     if rule is not None and len(rule.results) != len(call.sizes):
         raise RuleError(
-            f"{row.source}, {row.op}: the row gives {len(rule.results)} results, the op makes "
-            f"{len(call.sizes)}; write one pattern a result after '->'"
+            f"{row.source}, {row.op}: the row has {len(rule.results)} results, but the op returns "
+            f"{len(call.sizes)}. Write one pattern per result after '->'"
         )
     return rule if rule is not None and _has_right_sizes(call, rule) else None
 
 
 def _has_right_sizes(call: Call, rule: NodeRule) -> bool:
-    """Whether the results that a rule gives have the sizes of the op's."""
-    given = [tuple(call.forest.size(dim) for dim in dims) for dims in rule.results]
-    return given == call.sizes
+    """Whether the results of a rule have the sizes of the op's results."""
+    sizes = [tuple(call.forest.size(dim) for dim in dims) for dims in rule.results]
+    return sizes == call.sizes
 
 
 RULES: Mapping[str, Builder] = {

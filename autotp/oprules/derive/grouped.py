@@ -1,4 +1,4 @@
-"""Rules of products whose rows are grouped: each group of rows meets a weight of its own."""
+"""Rules of products with grouped rows: each group of rows is multiplied by its own weight."""
 
 from dataclasses import replace
 
@@ -16,10 +16,9 @@ _PRODUCT = parse_rule("t i, e i o -> t o")
 
 
 def grouped_product(call: Call) -> NodeRule | None:
-    """A product of sorted rows with one matrix a group: rows and groups are whole, or cut together.
+    """A product of grouped rows with one matrix per group: rows and groups are sharded together.
 
-    Options: `bounds` = the argument that says where each group of rows ends. It is whole on every
-    rank.
+    Options: `bounds` = the argument that says where each group of rows ends. It is replicated.
     """
     rule = apply_notation(call, _PRODUCT)
     bounds = call.arguments.get(str(call.row.options["bounds"]))
@@ -33,7 +32,7 @@ def grouped_product(call: Call) -> NodeRule | None:
 
 
 def _can_share_groups(call: Call, rows: Atom, experts: Atom, bounds: str) -> bool:
-    """Whether the rows are in no groups yet, or in those of the same experts and bounds."""
+    """Whether the rows are not grouped yet, or by the same experts and bounds."""
     known = rows.groups
     if known is None:
         return True
@@ -43,7 +42,7 @@ def _can_share_groups(call: Call, rows: Atom, experts: Atom, bounds: str) -> boo
 
 
 def _find_leaf(call: Call, dim: Dim) -> Atom | None:
-    """The one leaf that a dim is, None if it is more."""
+    """The leaf that a dim consists of; None if it has several."""
     flat = call.forest.flatten(dim)
     return flat[0] if len(flat) == 1 and flat[0].segments is None else None
 

@@ -1,4 +1,4 @@
-"""Rules of ops that read or write where integers say: indexing, gather, scatter."""
+"""Rules of ops that read or write at integer indices: indexing, gather, scatter."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -16,9 +16,10 @@ _EMBEDDING = parse_rule("v h, ... -> ... h")
 
 
 def embedding(call: Call) -> NodeRule | None:
-    """Rows of a table, one a word: those that another rank holds count as zero here.
+    """One embedding row per token id; rows of other ranks contribute zero.
 
-    Where gradients are divided by how often a word occurs, a rank must see all words: whole rows.
+    If gradients are divided by the frequency of each token id, the rows are unshardable, because a
+    rank must then see all tokens.
     """
     rule = apply_notation(call, _EMBEDDING)
     if rule is None or not call.arguments.get("scale_grad_by_freq", False):
@@ -30,11 +31,11 @@ def embedding(call: Call) -> NodeRule | None:
 
 
 def index(call: Call) -> NodeRule | None:
-    """`x[:, i, j]`: consecutive indexed dims become the index's dims, the rest passes.
+    """`x[:, i, j]`: consecutive indexed dims become the dims of the index, the others pass.
 
-    `table[ids]`, one index of the first dim, is a lookup that may be cut along the rows; where
-    `ids` are what rows are grouped by, it may also be cut together with those. A mask of several
-    dims stands for as many of them: it has no rule.
+    `embedding[ids]`, one index of the first dim, is a lookup that may be sharded along its rows; if
+    `ids` are sorted positions that group rows, it may be sharded together with the groups. A mask
+    of several dims has no rule.
     """
     listed = cast("list[Any]", call.arguments["indices"])
     used = _find_indexed_dims(listed)
@@ -44,7 +45,7 @@ def index(call: Call) -> NodeRule | None:
     rank = len(call.sizes[0]) - (len(source) - len(used))
     table = used == [0] and bool(source[0]) and _is_integer(listed[0].meta["val"])
     groups = call.forest.size(source[0]).static if table else None
-    bounds = call.orders.bounds(listed[0], groups) if groups and rank == 1 else ""
+    bounds = call.orders.find_bounds(listed[0], groups) if groups and rank == 1 else ""
     factors = [_build_indexed_factor(source[k], k, bounds, table=table) for k in used if source[k]]
     middle: list[Dim] = []
     for j in range(rank):
@@ -64,16 +65,18 @@ def index(call: Call) -> NodeRule | None:
 
 
 def assign(call: Call) -> NodeRule | None:
-    """`x[:, i, j] = y`: the indexed dims are whole; the others pass, where `y` has them too.
+    """`x[:, i, j] = y`: the indexed dims are unshardable; the others pass if `y` has them too.
 
-    `y` is broadcast to what the indices choose. Which of its values stays where an index repeats
-    may differ from rank to rank, so that parts of a sum are sums again only if they are added up.
+    `y` is broadcast to the selected elements. If an index repeats, ranks may store different values
+    of `y`, so the op is linear only if it accumulates.
     """
     used = _find_indexed_dims(cast("list[Any]", call.arguments["indices"]))
     if not used:
         return None
     source, *indices, written = call.operands
-    chosen = len(source) - len(used) + max(map(len, indices))  # how many dims the indices choose
+    chosen = (
+        len(source) - len(used) + max(map(len, indices))
+    )  # how many dims the selected elements have
     factors = [Factor("unshardable", source[k], ((0, k), (~0, k))) for k in used if source[k]]
     results, places = list(source), set[int]()
     for i in (i for i in range(len(source)) if i not in used):
@@ -83,8 +86,8 @@ def assign(call: Call) -> NodeRule | None:
         if at < 0 or call.forest.size(written[at]).static == 1:  # broadcast
             factors += [Factor("pass", source[i], ((0, i), (~0, i)))] if source[i] else []
         else:
-            results[i], made = _pass_dim(call, i, [(0, i), (len(indices) + 1, at)])
-            factors += made
+            results[i], passing = _pass_dim(call, i, [(0, i), (len(indices) + 1, at)])
+            factors += passing
     others = [(k + 1, i, d) for k, dims in enumerate(indices) for i, d in enumerate(dims)]
     others += [(len(indices) + 1, i, d) for i, d in enumerate(written) if i not in places]
     factors += [Factor("unshardable", d, ((k, i),)) for k, i, d in others if d]
@@ -93,7 +96,7 @@ def assign(call: Call) -> NodeRule | None:
 
 
 def _find_indexed_dims(listed: list[Any]) -> list[int]:
-    """The dims for which indices stand; none if they are apart, or a mask stands for several."""
+    """The indexed dims; none if they are not consecutive, or if a mask indexes several."""
     if any(item is not None and _is_mask(item.meta["val"]) for item in listed):
         return []
     used = [k for k, item in enumerate(listed) if item is not None]
@@ -101,7 +104,7 @@ def _find_indexed_dims(listed: list[Any]) -> list[int]:
 
 
 def _build_indexed_factor(dim: Dim, at: int, bounds: str, *, table: bool) -> Factor:
-    """The looked-up dim: rows of a table that another rank holds count as zero there."""
+    """The factor of an indexed dim: a sum over ranks for rows, otherwise unshardable."""
     slots: tuple[Slot, ...] = ((0, at),)
     if table:
         return Factor("reduce", dim, slots, "sum", block=True, grouped=bounds)
@@ -109,7 +112,7 @@ def _build_indexed_factor(dim: Dim, at: int, bounds: str, *, table: bool) -> Fac
 
 
 def _is_integer(index: torch.Tensor) -> bool:
-    """Whether an index holds positions, rather than flags."""
+    """Whether an index has positions, not booleans."""
     return index.dtype in (torch.int32, torch.int64)
 
 
@@ -118,11 +121,10 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def lookup(call: Call) -> NodeRule | None:
-    """Elements of one dim are read or written where an index says: whole there, others pass.
+    """Elements of one dim are read or written at an index: it is unshardable, the others pass.
 
     Options: `like` = number of the tensor argument whose sizes the result has; `passes` = True if
-    that one's looked-up dim passes (gather along its index). An index of one dim stands for the
-    looked-up dim alone.
+    the indexed dim of that one passes (gather). An index of one dim belongs to the indexed dim.
     """
     like = find_operand(call, cast(int, call.row.options["like"]))
     if like is None or like < 0:
@@ -131,16 +133,16 @@ def lookup(call: Call) -> NodeRule | None:
     slots = [_list_slots(call, i, at) for i in range(len(call.operands[0]))]
     factors: list[Factor] = []
     results: list[Dim] = []
-    for i, found in enumerate(slots):
-        dim, made = _pass_dim(call, i, found) if i != at else _look_up_dim(call, i, found, like)
+    for i, own in enumerate(slots):
+        dim, new = _pass_dim(call, i, own) if i != at else _look_up_dim(call, i, own, like)
         results.append(dim)
-        factors += made
+        factors += new
     linear = renumber_sets(call, call.row.linear)
     return NodeRule(tuple(factors), (tuple(results),), linear=linear)
 
 
 def _list_slots(call: Call, i: int, at: int) -> list[Slot]:
-    """Where dim `i` of the looked-up tensor stands in each operand."""
+    """The slots of dim `i` of the indexed tensor in all operands."""
     rank = len(call.operands[0])
     slots: list[Slot] = []
     for k, dims in enumerate(call.operands):
@@ -152,7 +154,7 @@ def _list_slots(call: Call, i: int, at: int) -> list[Slot]:
 
 
 def _pass_dim(call: Call, i: int, slots: list[Slot]) -> tuple[Dim, list[Factor]]:
-    """A dim beside the looked-up one: it passes if every operand has the same size there."""
+    """A dim other than the indexed one: it passes if all operands have the same size there."""
     dims = [call.operands[k][d] for k, d in slots]
     size = call.sizes[0][i]
     same = all(call.forest.size(d) == size and call.forest.unify(dims[0], d) for d in dims)

@@ -1,4 +1,4 @@
-"""Rules of ops whose argument names the dims that are contracted or whole, and of whole ops."""
+"""Rules of ops with an argument that names contracted or unshardable dims."""
 
 from typing import cast
 
@@ -11,11 +11,11 @@ __all__ = ["along", "trailing", "unshardable"]
 
 
 def along(call: Call) -> NodeRule | None:
-    """The dims that an argument names are contracted or whole; every other dim passes.
+    """The dims that an argument names are contracted or unshardable; every other dim passes.
 
     Options: `kind` = whole | sum | mean | max; `argument` = its name (default "dim"), or `dims` =
-    the dims themselves; `keep` = True if the dim stays (softmax), else it follows the op's own
-    `keepdim`; `linear` = True if linear.
+    the dims themselves; `keep` = True if the dims remain (softmax), otherwise the op's `keepdim`
+    decides; `linear` = True if the op is linear.
     """
     options = call.row.options
     rank = len(call.operands[0])
@@ -65,7 +65,7 @@ def _keep_dim(call: Call, dim: Dim, result: int, at: int, *, same: bool) -> Dim:
 
 
 def unshardable(call: Call) -> NodeRule | None:
-    """Every dim whole: the op is known, and no split of it is right."""
+    """No dim can be sharded: the op is known, and no sharding of it is correct."""
     factors = [
         Factor("unshardable", d, ((k, i),))
         for k, dims in enumerate(call.operands)
@@ -78,16 +78,16 @@ def unshardable(call: Call) -> NodeRule | None:
 
 
 def trailing(call: Call) -> NodeRule | None:
-    """The last dims, as many as `normalized_shape` has, are whole in every operand."""
+    """The last dims, as many as `normalized_shape` has, are unshardable in every operand."""
     count = len(cast("list[int]", call.arguments["normalized_shape"]))
-    words = " ".join(f"n{k}" for k in range(count))
-    others = ", ".join([words] * (len(call.positions) - 1))
-    rule = apply_notation(call, parse_rule(f"... {words}, {others} -> ... {words}"))
+    names = " ".join(f"n{k}" for k in range(count))
+    others = ", ".join([names] * (len(call.positions) - 1))
+    rule = apply_notation(call, parse_rule(f"... {names}, {others} -> ... {names}"))
     if rule is None:
         return None
     rank = len(call.operands[0])
-    whole = {(0, rank - 1 - k) for k in range(count)}
+    last = {(0, rank - 1 - k) for k in range(count)}
     factors = tuple(
-        Factor("unshardable", f.dim, f.slots) if whole & set(f.slots) else f for f in rule.factors
+        Factor("unshardable", f.dim, f.slots) if last & set(f.slots) else f for f in rule.factors
     )
     return NodeRule(factors, rule.results)

@@ -1,11 +1,10 @@
-"""What is known of positions: whether they are sorted, and which value counts up how many of each.
+"""Finds out which values are sorted positions, and which values are cumulative counts of them.
 
-Rows are grouped by sorted positions (of experts, say): counted, and the counts added up, they give
-the bounds of a grouped product. A table looked up by the same positions then gives each row what is
-its own group's, so it may be cut along with the groups. That is proven node by node, or not used.
-
-Rows of rules/ say it, by the option `order`: `positions` (the number of a result that holds
-positions in a dim), `sorted` (of a result in ascending order), `counts` and `sums`.
+Rows may be grouped by sorted positions, such as the numbers of experts; the cumulative counts of
+these are the bounds of a grouped product. An embedding looked up by the same positions gives each
+row an entry of its own group, so it may be sharded along with the groups. This is shown node by
+node, by the option `order` of rows in rules/: `positions` (the number of a result with positions in
+a dim), `sorted` (of a result in ascending order), `counts` and `sums`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,40 +19,39 @@ __all__ = ["Orders"]
 
 
 class Orders:
-    """The proofs for one program, by the rows of its ops."""
+    """Answers such questions for one program, by the rows of its ops."""
 
     def __init__(self, rows: Mapping[str, Row]) -> None:
         self.rows = rows
 
-    def bounds(self, ids: fx.Node, groups: int) -> str:
-        """The name of the value that bounds the rows of each of `groups` positions, where `ids`
+    def find_bounds(self, ids: fx.Node, groups: int) -> str:
+        """The name of the value with the bounds of the rows of each of `groups` positions, if `ids`
         are sorted positions; empty if there is none.
         """
-        if not self._sorted(ids):
+        if not self._is_sorted(ids):
             return ""
-        found = (sums.name for sums in self._sums(ids, groups))
-        return next(found, "")
+        return next((sums.name for sums in self._list_sums(ids, groups)), "")
 
-    def _option(self, node: fx.Node, name: str) -> object:
+    def _read_option(self, node: fx.Node, name: str) -> object:
         row = self.rows.get(str(node.target))
         order = row.options.get("order") if row else None
         return order.get(name) if isinstance(order, dict) else None
 
-    def _sorted(self, ids: fx.Node) -> bool:
+    def _is_sorted(self, ids: fx.Node) -> bool:
         """Whether `ids` are one dim of positions in ascending order."""
         node, result = find_source(ids)
         meta = ids.meta.get("val")
-        if self._option(node, "sorted") != result or not isinstance(meta, torch.Tensor):
+        if self._read_option(node, "sorted") != result or not isinstance(meta, torch.Tensor):
             return False
-        falling = read_argument(node, "descending")
-        return not falling and meta.dim() == 1 and self._positions(node.all_input_nodes[0])
+        descending = read_argument(node, "descending")
+        return not descending and meta.dim() == 1 and self._has_positions(node.all_input_nodes[0])
 
-    def _positions(self, node: fx.Node) -> bool:
-        """Whether a value holds positions, moved about: whole numbers from 0 on."""
+    def _has_positions(self, node: fx.Node) -> bool:
+        """Whether a value has positions (integers from 0), possibly moved."""
         origin, result = find_source(node)
-        if self._option(origin, "positions") == result:
+        if self._read_option(origin, "positions") == result:
             return True
-        return self._moves(origin) and self._positions(origin.all_input_nodes[0])
+        return self._moves(origin) and self._has_positions(origin.all_input_nodes[0])
 
     def _moves(self, node: fx.Node) -> bool:
         """Whether a node only moves the elements of one tensor, all of them."""
@@ -64,22 +62,22 @@ class Orders:
         before, after = sources[0].meta["val"], node.meta.get("val")
         return isinstance(after, torch.Tensor) and before.numel() == after.numel()
 
-    def _sums(self, ids: fx.Node, groups: int) -> Iterator[fx.Node]:
-        """The nodes that add up how many of each position there are."""
-        for counts in self._counts(ids, groups):
+    def _list_sums(self, ids: fx.Node, groups: int) -> Iterator[fx.Node]:
+        """The nodes that compute cumulative counts of positions."""
+        for counts in self._list_counts(ids, groups):
             for reader in counts.users:
-                if self._option(reader, "sums") and read_argument(reader, "dim") in (0, -1):
+                if self._read_option(reader, "sums") and read_argument(reader, "dim") in (0, -1):
                     yield reader
 
-    def _counts(self, ids: fx.Node, groups: int) -> Iterator[fx.Node]:
+    def _list_counts(self, ids: fx.Node, groups: int) -> Iterator[fx.Node]:
         for reader in ids.users:
-            if self._option(reader, "counts") and _covers(reader, groups):
+            if self._read_option(reader, "counts") and _covers(reader, groups):
                 yield reader
             elif self._moves(reader):
-                yield from self._counts(reader, groups)
+                yield from self._list_counts(reader, groups)
 
 
 def _covers(node: fx.Node, groups: int) -> bool:
-    """Whether a node counts the positions from 0 to `groups` - 1, each on its own."""
-    given = tuple(read_argument(node, name) for name in ("bins", "min", "max"))
-    return given == (groups, 0, groups - 1)
+    """Whether a node counts each of the positions from 0 to `groups` - 1."""
+    bins = tuple(read_argument(node, name) for name in ("bins", "min", "max"))
+    return bins == (groups, 0, groups - 1)

@@ -1,4 +1,4 @@
-"""Rules of ops that cut a dim into pieces, and of those that join pieces."""
+"""Rules of ops that divide a dim into pieces, and of those that concatenate pieces."""
 
 from dataclasses import replace
 from typing import cast
@@ -14,7 +14,7 @@ __all__ = ["concatenate", "divide", "halves", "place", "put", "select", "stack",
 def _pass_others(
     call: Call, at: int, operand: int = 0, result: int = 0, *, shift: int = 0
 ) -> list[Factor]:
-    """Passing factors of every dim but `at`; result dims after `at` are shifted."""
+    """Passing factors of every dim except `at`; result dims after `at` are shifted."""
     out: list[Factor] = []
     for i, dim in enumerate(call.operands[operand]):
         if i != at and dim:
@@ -58,7 +58,7 @@ def _read_bounds(call: Call, total: int | None) -> tuple[int, int, int] | None:
 
 
 def _find_piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, ...], Dim] | None:
-    """What lies before the piece (nothing, or one dim), and the piece; None if it cannot be cut."""
+    """The dims before the piece (none or one), and the piece; None if it is not a segment."""
     tail = call.forest.split_at(dim, end) if begin < end else None
     head = None if tail is None else call.forest.split_at(tail[0], begin)
     return None if head is None else ((head[0],) if begin else (), head[1])
@@ -67,7 +67,7 @@ def _find_piece(call: Call, dim: Dim, begin: int, end: int) -> tuple[tuple[Dim, 
 def place(call: Call) -> NodeRule | None:
     """A piece of one dim is overwritten: the dim passes, and the written tensor has the piece.
 
-    The dim is whole where the piece is no segment of it (a step, a size that is not static).
+    The dim is unshardable if the piece is not a segment of it (a step, a symbolic size).
     """
     dims, written = call.operands
     at = call.axis(call.arguments["dim"], len(dims))
@@ -84,7 +84,7 @@ def place(call: Call) -> NodeRule | None:
 
 
 def put(call: Call) -> NodeRule | None:
-    """One index of one dim is overwritten: that dim is whole, and the written tensor lacks it."""
+    """One index of one dim is overwritten: the dim is unshardable; the written tensor lacks it."""
     dims = call.operands[0]
     at = call.axis(call.arguments["dim"], len(dims))
     places = {i: i - (i > at) for i in range(len(dims)) if i != at}
@@ -92,7 +92,7 @@ def put(call: Call) -> NodeRule | None:
 
 
 def _overwrite(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, int]) -> NodeRule:
-    """`whole` dims, and dims of the first operand that stand at `places` of the written one."""
+    """`whole` dims are unshardable; `places` maps dims of the first operand to the written one."""
     dims, written = call.operands
     factors = [
         Factor("unshardable", dim, (slot, (~0, slot[1])) if slot[0] == 0 else (slot,))
@@ -112,7 +112,7 @@ def _overwrite(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, int]
 def _take_strided(
     call: Call, at: int, begin: int, end: int, step: int, total: int
 ) -> NodeRule | None:
-    """`x[begin::step]` with begin < step: the major factor, where `step` is the minor one."""
+    """`x[begin::step]` with begin < step: the major factor of a dim whose minor one is `step`."""
     parts = call.forest.split_dim(call.operands[0][at], Size(step)) if total % step == 0 else None
     if parts is None or begin >= step or end < total:
         return _make_unshardable(call, at, data=False)
@@ -133,13 +133,13 @@ def _make_unshardable(call: Call, at: int, *, data: bool) -> NodeRule:
 
 
 def select(call: Call) -> NodeRule | None:
-    """One index of one dim: that dim is whole, and gone."""
+    """One index of one dim: the dim is unshardable, and removed."""
     at = call.axis(call.arguments["dim"], len(call.operands[0]))
     return move_dims(call, [i for i in range(len(call.operands[0])) if i != at])
 
 
 def divide(call: Call) -> NodeRule | None:
-    """One dim cut into several results (split, chunk, unbind with kept dim)."""
+    """One dim is divided among several results (split, chunk)."""
     dims = call.operands[0]
     at = call.axis(call.arguments.get("dim", 0), len(dims))
     pieces: list[Dim] = []
@@ -182,7 +182,7 @@ def _make_pieces_unshardable(call: Call, at: int) -> NodeRule:
 
 
 def halves(call: Call) -> NodeRule | None:
-    """One half of a dim gates the other: the halves are alike, and the result is as either."""
+    """One half of a dim gates the other: both are sharded alike, and so is the result."""
     at = call.axis(call.arguments["dim"], len(call.operands[0]))
     dim = call.operands[0][at]
     length = call.sizes[0][at].static
@@ -194,7 +194,7 @@ def halves(call: Call) -> NodeRule | None:
 
 
 def unbind(call: Call) -> NodeRule | None:
-    """One dim taken apart into results that lack it: whole in it."""
+    """One dim is unbound into results that lack it: it is unshardable."""
     dims = call.operands[0]
     at = call.axis(call.arguments.get("dim", 0), len(dims))
     kept = [(i, d) for i, d in enumerate(dims) if i != at]
@@ -210,7 +210,7 @@ def unbind(call: Call) -> NodeRule | None:
 
 
 def concatenate(call: Call) -> NodeRule | None:
-    """Tensors joined along one dim: a sum of their dims; empty tensors join nothing."""
+    """Tensors are concatenated along one dim, the sum of their dims; empty ones contribute none."""
     full = max(range(len(call.operands)), key=lambda k: len(call.operands[k]))
     at = call.axis(call.arguments.get("dim", 0), len(call.operands[full]))
     rank = len(call.sizes[0])
@@ -245,7 +245,7 @@ def _concatenate_dim(call: Call, joined: list[int], i: int, at: int) -> tuple[Di
 
 
 def stack(call: Call) -> NodeRule | None:
-    """Tensors joined along a new dim, which is whole."""
+    """Tensors are stacked along a new dim, which is unshardable."""
     at = call.axis(call.arguments.get("dim", 0), len(call.sizes[0]))
     joined = list(range(len(call.operands)))
     factors: list[Factor] = []

@@ -1,4 +1,4 @@
-"""Rules of products whose form depends on ranks or arguments: matmul, attention, convolution."""
+"""Rules of products that depend on ranks or arguments: matmul, attention, convolution."""
 
 import re
 from dataclasses import replace
@@ -14,7 +14,7 @@ _LETTER = re.compile(r"\.\.\.|\w")
 
 
 def product(call: Call) -> NodeRule | None:
-    """A matrix product of any ranks, as torch.matmul broadcasts it."""
+    """A matrix product of any ranks, with the broadcasting of torch.matmul."""
     ranks = min(len(call.operands[0]), 3), min(len(call.operands[1]), 3)
     forms = {
         (1, 1): "i, i -> ",
@@ -27,10 +27,10 @@ def product(call: Call) -> NodeRule | None:
 
 
 def attention(call: Call) -> NodeRule | None:
-    """Scaled dot product attention: heads and the value's head size pass; grouped heads share."""
+    """Scaled dot-product attention: heads and the head size of values pass, also with GQA."""
     head = "(h g)" if call.arguments.get("enable_gqa") else "h"
-    given = find_operand(call, 3)
-    flat = given is not None and given >= 0 and len(call.operands[given]) < 3
+    number = find_operand(call, 3)
+    flat = number is not None and number >= 0 and len(call.operands[number]) < 3
     mask = "q k" if flat else f"... {head} q k"
     return _attention(call, f"... {head} q e, ... h k e, ... h k v, {mask} -> ... {head} q v")
 
@@ -38,25 +38,25 @@ def attention(call: Call) -> NodeRule | None:
 def _attention(call: Call, text: str) -> NodeRule | None:
     signature = parse_rule(text)
     binding = Binding(call, signature)
-    for at in (1, 2, 0, 3):  # keys first: a group of the query's heads needs their size
+    for at in (1, 2, 0, 3):  # keys first: their heads give the size of `h` in `(h g)`
         number = find_operand(call, at)
         if number is None or number < 0:
             continue
-        if not binding.operand(signature.operands[at], number):
+        if not binding.bind_operand(signature.operands[at], number):
             return None
-    return binding.rule()
+    return binding.build_rule()
 
 
 def einsum(call: Call) -> NodeRule | None:
-    """An equation of one letter a dim: letters that the result lacks are contracted."""
+    """An equation with one letter per dim: letters that the result lacks are contracted."""
     left, arrow, right = str(call.arguments["equation"]).replace(" ", "").partition("->")
     operands = [_LETTER.findall(part) for part in left.split(",")]
     result = _LETTER.findall(right)
     every = [*operands, result]
-    if not arrow or any("..." in words[1:] or len(set(words)) < len(words) for words in every):
-        return None  # a diagonal, or an order of the result left unsaid
+    if not arrow or any("..." in dims[1:] or len(set(dims)) < len(dims) for dims in every):
+        return None  # a diagonal, or an implicit result
     signature = parse_rule(f"{', '.join(map(' '.join, operands))} -> {' '.join(result)}")
-    contracted = dict.fromkeys({w for words in operands for w in words} - set(result), "sum")
+    contracted = dict.fromkeys({n for dims in operands for n in dims} - set(result), "sum")
     linear = tuple(frozenset({k}) for k in range(len(operands)))
     row = replace(call.row, reduce=contracted, linear=linear)
     positions = tuple(range(len(operands)))
@@ -64,19 +64,19 @@ def einsum(call: Call) -> NodeRule | None:
 
 
 def convolution(call: Call) -> NodeRule | None:
-    """Channels are contracted, each group of them on its own; spatial dims are whole."""
+    """Input channels are contracted within their group; spatial dims are unshardable."""
     if len(call.operands[0]) != len(call.sizes[0]):
         return None  # without a batch
     signature, spatial = _write_convolution(call)
-    words = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
-    binding = Binding(replace(call, row=replace(call.row, whole=words)), signature)
+    names = frozenset(f"{letter}{k}" for letter in "sk" for k in range(spatial))
+    binding = Binding(replace(call, row=replace(call.row, whole=names)), signature)
     shared = call.forest.add_dim(Size(call.arguments["groups"]))
     if shared:
-        binding.dims["g"] = shared  # what a group is of no single dim's size says
+        binding.dims["g"] = shared  # no dim has the size of a group
     for k, pattern in enumerate(signature.operands[: len(call.operands)]):
-        if not binding.operand(pattern, k):
+        if not binding.bind_operand(pattern, k):
             return None
-    rule = binding.rule()
+    rule = binding.build_rule()
     fresh = tuple(call.fresh(0, 2 + k, data=True) for k in range(spatial))
     factors = [Factor("unshardable", d, ((~0, 2 + k),)) for k, d in enumerate(fresh) if d]
     results = ((*rule.results[0], *fresh),)
@@ -85,14 +85,14 @@ def convolution(call: Call) -> NodeRule | None:
 
 
 def _write_convolution(call: Call) -> tuple[Signature, int]:
-    """The signature of a convolution, and over how many dims its window moves."""
+    """The signature of a convolution, and the number of its spatial dims."""
     groups, spatial = call.arguments["groups"], len(call.operands[0]) - 2
-    given = " ".join(f"s{k}" for k in range(spatial))
+    places = " ".join(f"s{k}" for k in range(spatial))
     window = " ".join(f"k{k}" for k in range(spatial))
-    each = call.forest.size(call.operands[1][1])  # channels that a group takes
-    made = call.sizes[0][1].over(Size(groups))  # and gives
+    each = call.forest.size(call.operands[1][1])  # input channels of a group
+    made = call.sizes[0][1].over(Size(groups))  # output channels of a group
     taken = "i" if groups == 1 or each != ONE else "1"
     ins = "i" if groups == 1 else "g" if each == ONE else "(g i)"
     outs = "o" if groups == 1 else "g" if made == ONE else "(g o)"
-    text = f"b {ins} {given}, {outs} {taken} {window}, {outs} -> b {outs}"
+    text = f"b {ins} {places}, {outs} {taken} {window}, {outs} -> b {outs}"
     return parse_rule(text), spatial

@@ -14,9 +14,9 @@ _PAIR = ("dim0", "dim1", "axis0", "axis1")
 
 
 def permute(call: Call) -> NodeRule | None:
-    """Dims change places, by `dims` or by a pair of dims (default: all reversed).
+    """Dims are permuted, by `dims` or by a pair of dims (default: all reversed).
 
-    Options: `swap` = the pair, where the op has it by definition.
+    Options: `swap` = the pair, if the op has no argument for it.
     """
     rank = len(call.operands[0])
     pair = cast("Sequence[int]", call.row.options.get("swap", ()))
@@ -32,16 +32,15 @@ def permute(call: Call) -> NodeRule | None:
 
 
 def view(call: Call) -> NodeRule | None:
-    """Dims are regrouped: aligned from the major end, then the minor end; the rest is whole.
+    """Dims are regrouped: aligned from the major end, then the minor end; the rest is unshardable.
 
-    A second operand has the result's sizes, so it is cut where the result is.
+    A second operand has the sizes of the result, and is sharded where the result is.
     """
-    aligned = _Alignment(call)
-    return aligned.rule()
+    return _Alignment(call).build_rule()
 
 
 class _Alignment:
-    """Operand and result dims cut into common pieces, each in one dim of either side."""
+    """Divides operand and result dims into common pieces, each in one dim of either side."""
 
     def __init__(self, call: Call) -> None:
         self.call, self.forest = call, call.forest
@@ -50,8 +49,8 @@ class _Alignment:
         self.results: list[Dim | None] = [None] * len(self.sizes)
         self.pieces: list[tuple[Atom, int, int]] = []
 
-    def rule(self) -> NodeRule:
-        """The node rule: a passing factor a piece, whatever could not be aligned whole."""
+    def build_rule(self) -> NodeRule:
+        """The node rule: a passing factor per piece; what could not be aligned is unshardable."""
         first = 0
         while first < len(self.sizes) and self._match(first, major=True):
             first += 1
@@ -66,20 +65,20 @@ class _Alignment:
                 factors.append(Factor("unshardable", dim, ((~0, j),)))
         factors += [Factor("unshardable", (a,), ((0, i),)) for a, i in self.left]
         results = tuple(r if r is not None else () for r in self.results)
-        factors = [*self._passing(results), *factors]
+        factors = [*self._pass_pieces(results), *factors]
         return NodeRule(
             tuple(factors), (results,), linear=(frozenset({0}),), emit=self.call.row.emit
         )
 
     def _is_data(self, size: Size) -> bool:
-        """Whether a result dim that could not be aligned is of the data: a static one is not where
-        all that is left of the data has symbolic sizes, since some dim of those has them.
+        """Whether a result dim that could not be aligned is of the data: a static one is not if
+        all remaining data dims have symbolic sizes.
         """
         data = [a for a, _ in self.left if a.data]
         return any(size.static is None or a.size.static is not None for a in data)
 
-    def _passing(self, results: tuple[Dim, ...]) -> list[Factor]:
-        """A factor a piece, with its place in the operand that has the result's sizes."""
+    def _pass_pieces(self, results: tuple[Dim, ...]) -> list[Factor]:
+        """A factor per piece, with its slot in a second operand that has the result's sizes."""
         if len(self.call.operands) == 1:
             return [Factor("pass", (a,), ((0, i), (~0, j))) for a, i, j in self.pieces]
         shape = self.call.operands[1]
@@ -93,7 +92,7 @@ class _Alignment:
         return factors + [Factor("unshardable", shape[j], ((1, j),)) for j in rest]
 
     def _match(self, j: int, *, major: bool) -> bool:
-        """Whether result dim `j` could be built of the operand's next atoms; undone if not."""
+        """Whether the operand's next atoms make up result dim `j`; if not, nothing is changed."""
         need, taken, queue = self.sizes[j], list[tuple[Atom, int]](), list(self.left)
         end = 0 if major else -1
         while need != ONE:
@@ -128,7 +127,7 @@ class _Alignment:
 
 
 def expand(call: Call) -> NodeRule | None:
-    """Dims of size 1, and new leading ones, are repeated: fresh axes that the operand lacks."""
+    """Dims of size 1, and new leading ones, are repeated: new axes that the operand lacks."""
     dims, sizes = call.operands[0], call.sizes[0]
     lead = len(sizes) - len(dims)
     factors: list[Factor] = []
@@ -145,7 +144,7 @@ def expand(call: Call) -> NodeRule | None:
 
 
 def repeat(call: Call) -> NodeRule | None:
-    """Dims are tiled: the operand's dim is minor, the number of copies a whole major axis."""
+    """Dims are tiled: the operand's dim is minor, the copies are an unshardable major axis."""
     dims, sizes = call.operands[0], call.sizes[0]
     lead = len(sizes) - len(dims)
     factors: list[Factor] = []
@@ -165,7 +164,7 @@ def repeat(call: Call) -> NodeRule | None:
 
 
 def repeat_each(call: Call) -> NodeRule | None:
-    """Elements of one dim are repeated next to each other: the copies are a minor axis."""
+    """Each element of one dim is repeated in place: the copies are a minor axis."""
     if not isinstance(call.arguments.get("repeats"), int) or call.arguments.get("dim") is None:
         return None
     dims = call.operands[0]
@@ -175,18 +174,22 @@ def repeat_each(call: Call) -> NodeRule | None:
     factors = [Factor("pass", d, ((0, j), (~0, j))) for j, d in enumerate(dims) if d]
     if extra:
         factors.append(Factor("pass", extra, ((~0, at),)))
-    told = {"copies": (extra,)}
-    emit = call.row.emit
-    return NodeRule(tuple(factors), (results,), linear=(frozenset({0}),), emit=emit, extra=told)
+    return NodeRule(
+        tuple(factors),
+        (results,),
+        linear=(frozenset({0}),),
+        emit=call.row.emit,
+        extra={"copies": (extra,)},
+    )
 
 
 def pair(call: Call) -> NodeRule | None:
-    """The last dim, real and imaginary part, becomes one number: it is whole, and gone."""
+    """The last dim, of real and imaginary part, is merged into complex numbers: unshardable."""
     return move_dims(call, range(len(call.operands[0]) - 1))
 
 
 def unpair(call: Call) -> NodeRule | None:
-    """Real and imaginary part become a new last dim, which is whole."""
+    """Real and imaginary part become a new last dim, which is unshardable."""
     dims = call.operands[0]
     new = call.fresh(0, len(dims))
     factors = [Factor("pass", d, ((0, i), (~0, i))) for i, d in enumerate(dims) if d]

@@ -1,4 +1,4 @@
-"""Rules of ops over positions: windows, resizing, padding, and statistics a channel."""
+"""Rules of ops over positions: windows, resizing, padding, and statistics per channel."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ __all__ = ["channels", "grouped", "pad", "patches", "windows"]
 
 
 def windows(call: Call) -> NodeRule | None:
-    """Windows over the last dims (pooling, resizing): those are whole and new, the others pass.
+    """Windows over the last dims (pooling, resizing): unshardable, with new sizes; others pass.
 
-    Options: `dims` = how many they are.
+    Options: `dims` = how many dims.
     """
     rank, count = len(call.operands[0]), cast(int, call.row.options["dims"])
     linear = renumber_sets(call, call.row.linear)
@@ -24,9 +24,9 @@ def windows(call: Call) -> NodeRule | None:
 
 
 def pad(call: Call) -> NodeRule | None:
-    """Dims that grow by what `pad` says, two numbers a dim from the last on, are whole and new.
+    """Padded dims are unshardable, with new sizes; `pad` has two numbers per dim, last dim first.
 
-    Zeros, and copies of elements, are linear in the operand; another constant is not.
+    Padding with zeros or with copies of elements is linear; padding with another constant is not.
     """
     pad = cast("Sequence[Any]", call.arguments["pad"])
     rank = len(call.operands[0])
@@ -41,7 +41,7 @@ def pad(call: Call) -> NodeRule | None:
 def _resize_dims(
     call: Call, chosen: Iterable[int], linear: tuple[frozenset[int], ...]
 ) -> NodeRule | None:
-    """Dims `chosen` are whole and of new sizes in the results; every other dim passes."""
+    """The dims `chosen` are unshardable and have new sizes in the results; the others pass."""
     dims, count, new = call.operands[0], len(call.sizes), set(chosen)
     if any(len(sizes) != len(dims) for sizes in call.sizes):
         return None
@@ -60,10 +60,10 @@ def _resize_dims(
 
 
 def channels(call: Call) -> NodeRule | None:
-    """Each channel (dim 1) by numbers of its own; dims that statistics are taken over are whole.
+    """Each channel (dim 1) has its own numbers; the dims of a statistic are unshardable.
 
-    Options: `training` = the argument that says whether they are taken over all but the channels.
-    Further results, which are statistics or empty, are whole.
+    Options: `training` = the argument that says whether statistics over all dims but the channels
+    are computed. Further results, which are statistics or empty, are unshardable.
     """
     rest = _name_positions(call)
     whole = ["b", *rest] if call.arguments.get(str(call.row.options.get("training", ""))) else []
@@ -86,7 +86,7 @@ def channels(call: Call) -> NodeRule | None:
 
 
 def grouped(call: Call) -> NodeRule | None:
-    """Statistics over groups of channels (dim 1) and positions: a group passes, whole inside."""
+    """Statistics over groups of channels (dim 1) and positions: groups pass, the rest does not."""
     rest, count = _name_positions(call), Size(call.arguments["num_groups"])
     channels = "c" if count == ONE else "(g c)"
     shape = " ".join(["b", channels, *rest])
@@ -96,14 +96,14 @@ def grouped(call: Call) -> NodeRule | None:
     shared = call.forest.add_dim(count)
     if shared:
         binding.dims["g"] = shared
-    fits = [binding.operand(signature.operands[k], k) for k in range(len(call.operands))]
+    fits = [binding.bind_operand(signature.operands[k], k) for k in range(len(call.operands))]
     if not all(fits):
         return None
-    return replace(binding.rule(), extra={"groups": (shared,)})
+    return replace(binding.build_rule(), extra={"groups": (shared,)})
 
 
 def patches(call: Call) -> NodeRule | None:
-    """Windows laid out beside each other: the channels are major, what a window has is minor."""
+    """Windows next to each other: channels are major in a dim, elements of a window minor."""
     if len(call.operands[0]) != 4:
         return None  # without a batch
     batch, channels, *positions = call.operands[0]
@@ -123,5 +123,5 @@ def patches(call: Call) -> NodeRule | None:
 
 
 def _name_positions(call: Call) -> list[str]:
-    """A factor for each dim after the channels."""
+    """A factor name for each dim after the channels."""
     return [f"s{k}" for k in range(len(call.operands[0]) - 2)]

@@ -1,1 +1,1 @@
-"""Rules of ops that have none in rules/, found by running the op on shards."""
+"""Finds the rules of ops without a row in rules/ by running them on shards."""

@@ -1,8 +1,7 @@
-"""One call of an op without a row, ready to be run at sizes of our own choosing.
+"""One call of an op without a row, prepared to be run at sizes of our own choice.
 
-Arguments are kept as they stand in the graph, with holes where tensors and sizes were. A call that
-cannot be tried by running it (it writes to memory, draws random numbers, talks to other ranks, …)
-is refused with the reason.
+Arguments are those in the graph, with holes for tensors and sizes. A call that is unsuitable for a
+trial (it writes to memory, draws random numbers, communicates, …) is refused with the reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ from autotp.oprules.rule import Operand
 __all__ = ["OpaqueCall", "Values", "describe_call"]
 
 Values: TypeAlias = Mapping[Size, int]
-"""The number that stands for each size of a call while it is tried."""
+"""The number in place of each size of a call in a trial."""
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout)
-_COLLECTIVE = "c10d"  # in the name of every namespace of ops that talk to other ranks
+_COLLECTIVE = "c10d"  # in the namespaces of all ops that communicate
 _UNSUITABLE = {
     torch.Tag.nondeterministic_seeded: "it draws random numbers",
     torch.Tag.dynamic_output_shape: "the sizes of its results depend on values",
@@ -32,16 +31,16 @@ _UNSUITABLE = {
 
 
 class _Hole(NamedTuple):
-    """Where operand `number` stands among the arguments."""
+    """The place of operand `number` among the arguments."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpaqueCall:
-    """A call whose tensors and sizes are open.
+    """A call without its tensors and sizes.
 
-    - `args`, `kwargs`: with holes for tensors and a Size where a size is handed over.
+    - `args`, `kwargs`: with holes for tensors, and a Size for each size.
     - `shapes`, `dtypes`: of each operand; `results`: the shapes of the results.
     - `device`: the type of device that the graph runs on.
     """
@@ -56,7 +55,7 @@ class OpaqueCall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What two calls must share for a rule found for one to be that of the other."""
+        """A key that is equal for calls with the same rule."""
         arguments = repr((self.args, self.kwargs))
         return self.target, arguments, self.shapes, self.dtypes, self.results, self.device
 
@@ -67,7 +66,7 @@ class OpaqueCall:
         return [s for s in dict.fromkeys(listed) if s.static not in (0, 1)]
 
     def numbers(self) -> list[int]:
-        """The whole numbers greater than 1 among the arguments: sizes may be tied to them."""
+        """The integers greater than 1 among the arguments: sizes may be tied to them."""
         leaves = [x for x in _list_leaves((self.args, self.kwargs)) if type(x) is int]
         return list(dict.fromkeys(x for x in leaves if x > 1))
 
@@ -80,17 +79,17 @@ class OpaqueCall:
             return evaluate_size(x, values) if isinstance(x, Size) else x
 
         args, kwargs = _map_leaves(self.args, fill), _map_leaves(self.kwargs, fill)
-        found: Any = self.target(*args, **kwargs)
-        return [found] if isinstance(found, Tensor) else list(found)
+        results: Any = self.target(*args, **kwargs)
+        return [results] if isinstance(results, Tensor) else list(results)
 
 
 def describe_call(
     node: fx.Node, operands: Sequence[Operand], metas: Mapping[int, Tensor], sizes: Sizes
 ) -> OpaqueCall | str:
-    """The call that `node` makes, or why it cannot be tried."""
+    """The call of `node`, or why it is unsuitable for a trial."""
     target = node.target
     if not isinstance(target, OpOverload):
-        return "it is no op that runs by itself"
+        return "it is not an op that can run by itself"
     if reason := _explain_unsuitable(target):
         return reason
     places = {(o.argument, o.item): _Hole(k) for k, o in enumerate(operands)}
@@ -122,7 +121,7 @@ def _explain_unsuitable(target: OpOverload) -> str:
     if any(r.alias_info for r in schema.returns):
         return "its result shares memory with an operand"
     if _COLLECTIVE in target.namespace:
-        return "it talks to other ranks"
+        return "it communicates with other ranks"
     return next((why for tag, why in _UNSUITABLE.items() if tag in target.tags), "")
 
 
@@ -159,10 +158,10 @@ def _open_leaf(x: Any, sizes: Sizes) -> Any:
 
 
 def _find_operand_node(node: fx.Node, operand: Operand) -> fx.Node:
-    """The node that stands where an operand does."""
+    """The node of an operand."""
     place = operand.argument
-    given: Any = node.args[place] if isinstance(place, int) else node.kwargs[place]
-    return given if operand.item < 0 else given[operand.item]
+    argument: Any = node.args[place] if isinstance(place, int) else node.kwargs[place]
+    return argument if operand.item < 0 else argument[operand.item]
 
 
 def _map_leaves(x: Any, change: Callable[[Any], Any]) -> Any:
@@ -182,5 +181,5 @@ def _list_leaves(x: Any) -> Iterator[Any]:
 
 
 def evaluate_size(size: Size, values: Values) -> int:
-    """The number that stands for `size`."""
+    """The number in place of `size`."""
     return values.get(size, size.coefficient)

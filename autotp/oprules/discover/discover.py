@@ -1,8 +1,8 @@
-"""The rule of an op without a row, found by running it on parts of random tensors.
+"""Finds the rule of an op without a row by running it on shards of random tensors.
 
-What holds for several draws, sizes and numbers of ranks, forward and backward, becomes a row like
-those of rules/. An op that cannot be tried, or of which nothing holds, acts whole, with the reason.
-All numbers come from fixed seeds, and effort is counted, not timed: every rank finds the same.
+A rule that holds for several draws, sizes and numbers of ranks, forward and backward, becomes a row
+like those of rules/. An op that is unsuitable, or without such a rule, needs replicated operands,
+with the reason. All seeds are fixed, and effort is counted, not timed: all ranks find the same.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ CACHE: dict[tuple[object, ...], Discovery] = {}
 
 
 def discover_rule(call: OpaqueCall, *, gradients: bool) -> Discovery:
-    """What running `call`'s op tells of it; the same call is tried once a process.
+    """The rule found by running the op of `call`, at most once per process and call.
 
     - `gradients`: the rule must hold for the backward pass too.
     """
@@ -40,14 +40,14 @@ def discover_rule(call: OpaqueCall, *, gradients: bool) -> Discovery:
 
 
 def bind_row(row: Row, call: Call) -> NodeRule | None:
-    """The rule that a found row gives one node; it numbers the operands that are there."""
+    """The rule of one node by a discovered row, which numbers the present operands."""
     assert row.signature is not None
     binding, patterns = Binding(call, row.signature), row.signature.operands
     groups = [sum(len(dim) > 1 for dim in pattern) for pattern in patterns]
     for k in sorted(range(len(patterns)), key=lambda k: groups[k]):
-        if not binding.operand(patterns[k], k):  # groups last: they need the sizes of others
+        if not binding.bind_operand(patterns[k], k):  # groups last: they need the sizes of others
             return None
-    return binding.rule()
+    return binding.build_rule()
 
 
 def _search_rule(call: OpaqueCall, gradients: bool) -> Discovery:
@@ -60,14 +60,14 @@ def _search_rule(call: OpaqueCall, gradients: bool) -> Discovery:
     except _OverlapError as error:
         return Discovery(op, None, str(error))
     if not rows or any(row != rows[0] for row in rows):
-        return Discovery(op, None, "no way to cut it, of those tried, gives the right results")
+        return Discovery(op, None, "no way to shard it, of those tried, gives the right results")
     return Discovery(op, rows[0])
 
 
 def _run_trials(call: OpaqueCall, gradients: bool) -> list[list[Trial]] | str:
-    """For each family of sizes the runs from which something can be learnt, or why there are none.
+    """For each family of sizes the usable trials, or why there are none.
 
-    Double precision on the CPU if the op takes it, else what is nearer to the model's own.
+    In double precision on the CPU if the op accepts it, otherwise closer to the model's own call.
     """
     reasons: list[str] = []
     for device in dict.fromkeys(("cpu", "cuda" if call.device == "cuda" else "cpu")):
@@ -80,31 +80,31 @@ def _run_trials(call: OpaqueCall, gradients: bool) -> list[list[Trial]] | str:
 
 
 def _run_family(call: OpaqueCall, first: int, setting: Setting, reasons: list[str]) -> list[Trial]:
-    """The trials at the smallest sizes of one family that the op takes; `reasons` has why not."""
+    """The trials at the smallest sizes of one family that the op accepts; adds to `reasons`."""
     reason = "its sizes are tied to an argument, and too large to try"
     for values in list_sizings(call, first):
         trials = [Trial(call, values, setting, k) for k in range(len(DRAWS))]
-        found = {t.number: _explain_trial(t) for t in trials}
-        usable = [t for t in trials if not found[t.number]]
+        unusable = {t.number: _explain_trial(t) for t in trials}
+        usable = [t for t in trials if not unusable[t.number]]
         if len(usable) >= _FEWEST:
             return usable
-        reason = next(r for r in found.values() if r)
+        reason = next(r for r in unusable.values() if r)
     reasons.append(reason)
     return []
 
 
 def _explain_trial(trial: Trial) -> str:
     try:
-        return trial.reason()
+        return trial.find_obstacle()
     except Exception as error:  # noqa: BLE001  whatever an op does with numbers that we made up
-        said = str(error).strip().splitlines() or [""]
-        return f"it fails on random numbers: {type(error).__name__}: {said[0][:120]}"
+        lines = str(error).strip().splitlines() or [""]
+        return f"it fails on random numbers: {type(error).__name__}: {lines[0][:120]}"
 
 
 # ── rows ─────────────────────────────────────────────────────────────────────────────────────────
 
 _FactorKey = tuple[int, ...]
-"""A factor while it has no name: (number,) of one found, or (operand, dim, place) of another."""
+"""A factor without a name: (number,) of one found, or (operand, dim, place) of another."""
 
 
 def _build_rows(
@@ -113,7 +113,7 @@ def _build_rows(
     found: Sequence[FoundFactor],
     linear: Sequence[frozenset[int]],
 ) -> list[Row]:
-    """The row that each family of sizes gives; none if nothing holds."""
+    """The row by each family of sizes; none if no rule holds."""
     joined = [f.joined[0] for f in found if f.joined[0].kind != "pass"]
     kept = [f for f in found if f.joined[0].kind == "pass" or _combines_alike(f, joined)]
     if not (kept or linear):
@@ -123,7 +123,7 @@ def _build_rows(
 
 
 def _combines_alike(factor: FoundFactor, joined: Sequence[object]) -> bool:
-    """Whether a contracted factor joins as the first one does: a row has one way for all."""
+    """Whether a contracted factor combines like the first one, as a row requires."""
     return factor.joined[0] == joined[0]
 
 
@@ -132,7 +132,7 @@ class _OverlapError(Exception):
 
 
 class _RowBuilder:
-    """Factors written down as a row, at the sizes of one family."""
+    """Builds a row from factors, at the sizes of one family."""
 
     def __init__(
         self, trial: Trial, found: Sequence[FoundFactor], family: int, tied: Mapping[Slot, Slot]

@@ -1,9 +1,9 @@
-"""The factors of an op without a row: which dims of which operands may be cut together.
+"""Finds the factors of an op without a row: which dims of which operands can be sharded together.
 
 Candidates are tried in a fixed order: dims of equal size, one of each operand, most operands first;
 then dims that are multiples of others (query heads of key-value heads), sharded as blocks; then
-what such a factor leaves of them. A candidate must hold at all sizes, for all draws, at two ranks
-and at three. Of an op with very many operands only the first candidates are tried.
+what such a factor leaves of them. A candidate must hold at all sizes, for all draws, on two and on
+three ranks. For an op with very many operands, only the first candidates are tried.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from autotp.oprules.rule import Slot
 __all__ = ["FoundFactor", "Place", "find_factors", "find_linear_sets", "find_ties"]
 
 Mode: TypeAlias = Literal["all", "major", "within"]
-"""Which part of a dim of N elements the factor is, next to another of n elements."""
+"""Which factor of a dim of N elements it is, next to another of n elements."""
 
 _MOST_CANDIDATES = 400  # counted, not timed: all ranks must stop together
 _MOST_LINEAR = 4  # operands of which all sets are tried
@@ -35,15 +35,13 @@ _MOST_LINEAR = 4  # operands of which all sets are tried
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a factor stands in an operand."""
+    """The place of a factor in an operand."""
 
     dim: int
     mode: Mode
 
-    def cut(self, length: int, n: int) -> DimSplit | None:
-        """The cut of a dim of `length` beside a factor of `n`; None where the one divides not the
-        other.
-        """
+    def split(self, length: int, n: int) -> DimSplit | None:
+        """The split of a dim of `length` with a factor of `n`; None if `n` does not divide it."""
         if length % n:
             return None
         outer, size, inner = {
@@ -56,16 +54,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Places in operands, for a factor of size `base` or of what is beside one of that size."""
+    """Places in operands of a factor of size `base`, or of the factor next to one of that size."""
 
     base: Size
     places: Mapping[int, Place]
 
     def cuts(self, call: OpaqueCall, values: Values) -> dict[int, DimSplit] | None:
-        """The cut of each operand at these sizes; None where there is none of more than one."""
+        """The split of each operand at these sizes; None if there is none into more than one."""
         n = evaluate_size(self.base, values)
         found = {
-            k: p.cut(evaluate_size(call.shapes[k][p.dim], values), n)
+            k: p.split(evaluate_size(call.shapes[k][p.dim], values), n)
             for k, p in self.places.items()
         }
         cuts = {k: c for k, c in found.items() if c is not None}
@@ -75,7 +73,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class FoundFactor:
-    """A factor that holds: how results join when it is cut, for the sizes of each family."""
+    """A factor that holds: how results combine when it is sharded, for each family of sizes."""
 
     candidate: Candidate
     cuts: tuple[dict[int, DimSplit], ...]
@@ -83,7 +81,7 @@ class FoundFactor:
 
 
 def find_factors(call: OpaqueCall, families: Sequence[Sequence[Trial]]) -> list[FoundFactor]:
-    """Every factor of the op; no two of them are the same part of a dim."""
+    """Every factor of the op; no two of them overlap in a dim."""
     search = _Search(call, families)
     for stage in (_list_equal, _list_multiples, _list_rests):
         candidates = stage(call, families[0][0].values, search.found)
@@ -93,7 +91,7 @@ def find_factors(call: OpaqueCall, families: Sequence[Sequence[Trial]]) -> list[
 
 
 class _Search:
-    """Factors found so far, and the places that they take."""
+    """The factors found so far, and their places."""
 
     def __init__(self, call: OpaqueCall, families: Sequence[Sequence[Trial]]) -> None:
         self.call, self.families = call, families
@@ -101,7 +99,7 @@ class _Search:
         self.taken: set[tuple[int, int, str]] = set()
 
     def attempt(self, candidate: Candidate) -> None:
-        """Keeps a candidate that holds."""
+        """Add a candidate if it holds."""
         made = [candidate.cuts(self.call, trials[0].values) for trials in self.families]
         cuts = [c for c in made if c is not None]
         if len(cuts) < len(made):
@@ -116,7 +114,7 @@ class _Search:
         self.taken |= {(k, p.dim, p.mode) for k, p in candidate.places.items()}
 
     def is_free(self, candidate: Candidate) -> bool:
-        """Whether none of a candidate's places overlaps with that of a factor found."""
+        """Whether no place of a candidate overlaps with a factor found."""
         return not any(self._is_taken(k, p) for k, p in candidate.places.items())
 
     def _is_taken(self, operand: int, place: Place) -> bool:
@@ -127,11 +125,11 @@ class _Search:
 def _find_combination(
     trials: Sequence[Trial], cuts: Mapping[int, DimSplit], ranks: int
 ) -> Combination | None:
-    """How results join at one family's sizes, the same for all draws; None if not."""
+    """How results combine at the sizes of one family, the same for all draws; None if not."""
     parts = split_range(next(iter(cuts.values())).size, ranks)
     first: Combination | None = None
     for trial in trials:
-        found = _attempt(ShardedTrial(trial, cuts, parts).joined, None)
+        found = _attempt(ShardedTrial(trial, cuts, parts).find_combination, None)
         if found is None or (first is not None and found != first):
             return None
         first = found
@@ -142,10 +140,10 @@ T = TypeVar("T")
 
 
 def _attempt(attempt: Callable[[], T], refused: T) -> T:
-    """What an attempt finds; `refused` where the op takes no such operands."""
+    """The result of an attempt; `refused` if the op does not accept such operands."""
     try:
         return attempt()
-    except Exception:  # noqa: BLE001  an op of anyone's, given parts that it may not be made for
+    except Exception:  # noqa: BLE001  any op, on shards that it may not be made for
         return refused
 
 
@@ -192,7 +190,7 @@ def _list_places(shape: Sequence[Size], base: Size, values: Values) -> Iterator[
 def _list_rests(
     call: OpaqueCall, values: Values, found: Sequence[FoundFactor]
 ) -> Iterator[Candidate]:
-    """What a factor found leaves of the dims that are multiples of it."""
+    """What a factor found leaves of the dims that are its multiples."""
     for factor in list(found):
         places = factor.candidate.places
         left = {k: Place(p.dim, "within") for k, p in places.items() if p.mode == "major"}
@@ -205,7 +203,7 @@ def _list_bases(call: OpaqueCall) -> list[Size]:
 
 
 def _list_choices(base: Size, options: Sequence[Sequence[Place | None]]) -> Iterator[Candidate]:
-    """One option of each operand, most places first."""
+    """One option for each operand, most places first."""
     every = ({k: p for k, p in enumerate(chosen) if p is not None} for chosen in product(*options))
     for places in sorted(every, key=len, reverse=True):
         if places:
@@ -216,9 +214,9 @@ def _list_choices(base: Size, options: Sequence[Sequence[Place | None]]) -> Iter
 
 
 def find_ties(trial: Trial, found: Sequence[FoundFactor]) -> dict[Slot, Slot]:
-    """Dims in no factor to the first dim, of an operand before, that must have the same size.
+    """Dims in no factor, mapped to the first dim of an earlier operand that must have equal size.
 
-    Example: the head size of queries is that of keys, without which they cannot be multiplied.
+    Example: the head size of queries must be that of keys, or they could not be multiplied.
     """
     taken = {(k, p.dim) for f in found for k, p in f.candidate.places.items()}
     shapes = enumerate(trial.call.shapes)
@@ -231,7 +229,7 @@ def find_ties(trial: Trial, found: Sequence[FoundFactor]) -> dict[Slot, Slot]:
 
 
 def _is_tied(trial: Trial, one: Slot, other: Slot) -> bool:
-    """Whether two dims have the same size in the model, and the op refuses unequal ones."""
+    """Whether two dims have equal sizes in the model, and the op refuses unequal ones."""
     shapes, length = trial.call.shapes, trial.operands[other[0]].shape[other[1]]
     if shapes[one[0]][one[1]] != shapes[other[0]][other[1]] or length < 2:
         return False

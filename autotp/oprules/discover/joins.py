@@ -1,8 +1,8 @@
-"""An op without a row, run on parts: how the ranks' results make the whole one, if they do.
+"""Runs an op without a row on shards, and finds how the results of the ranks combine.
 
-A *cut* is where a factor stands in one dim: the dim is viewed as `outer * size * inner`, and the
-ranks share the middle. Operands are placed, and results and gradients read, as a strategy that
-cuts the factor would have them: what lacks the factor gets a partial gradient, and so on.
+A *split* is the place of a factor in one dim: the dim is viewed as `outer * size * inner`, and the
+middle is divided among the ranks. Operands, results and gradients are placed as by a strategy that
+shards the factor: an operand that lacks the factor gets a partial gradient, and so on.
 """
 
 import operator
@@ -19,7 +19,7 @@ __all__ = ["DimSplit", "Combination", "ShardedTrial", "is_linear", "split_range"
 
 
 class DimSplit(NamedTuple):
-    """A dim viewed as `outer * size * inner`, of which the middle is cut."""
+    """A dim viewed as `outer * size * inner`, of which the middle is sharded."""
 
     dim: int
     outer: int
@@ -27,7 +27,7 @@ class DimSplit(NamedTuple):
     inner: int
 
     def part(self, x: Tensor, part: range) -> Tensor:
-        """The elements of `x` that are in `part` of the middle."""
+        """The elements of `x` in the range `part` of the middle."""
         shape = list(x.shape)
         seen = x.reshape(*shape[: self.dim], self.outer, self.size, -1, *shape[self.dim + 1 :])
         shape[self.dim] = self.outer * len(part) * self.inner
@@ -35,10 +35,10 @@ class DimSplit(NamedTuple):
 
 
 class Combination(NamedTuple):
-    """How the ranks' results make the whole.
+    """How the results of the ranks combine.
 
-    - `kind`: pass or sum. `cuts`: for pass, each result's cut; None if every rank has it all.
-    - `bias`: for sum, the operands that must be partial too, lest they count once a rank.
+    - `kind`: pass or sum. `cuts`: for pass, the split of each result; None if it is replicated.
+    - `bias`: for sum, the operands that must be partial too, so that they count only once.
     """
 
     kind: str
@@ -46,14 +46,14 @@ class Combination(NamedTuple):
     bias: frozenset[int] = frozenset()
 
     def like(self, other: "Combination | None") -> bool:
-        """Whether another, found at other sizes, is the same but for the sizes."""
+        """Whether another, found at other sizes, is the same apart from the sizes."""
         if other is None or (self.kind, self.bias) != (other.kind, other.bias):
             return False
         return [c and c.dim for c in self.cuts] == [c and c.dim for c in other.cuts]
 
 
 def split_range(size: int, ranks: int) -> list[range]:
-    """Consecutive parts of `size` elements, one a rank and as unequal as can be."""
+    """Consecutive ranges of `size` elements, one per rank, as unequal as possible."""
     ranks = min(size, ranks)
     stops = [size - k for k in reversed(range(ranks))]
     return [range(a, b) for a, b in zip([0, *stops[:-1]], stops, strict=True)]
@@ -61,19 +61,19 @@ def split_range(size: int, ranks: int) -> list[range]:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTrial:
-    """Operands of one trial cut over ranks, each rank's `part` of all `cuts`."""
+    """The operands of one trial, sharded over ranks by `cuts` into `parts`."""
 
     trial: Trial
     cuts: Mapping[int, DimSplit]
     parts: Sequence[range]
 
-    def joined(self) -> Combination | None:
-        """How results join, forward and backward; None if they do not."""
+    def find_combination(self) -> Combination | None:
+        """How results combine, forward and backward; None if they do not."""
         local = [self.trial.run(tensors) for tensors in self._ranks()]
         return next((j for j in self._forward(local) if self._returns(j)), None)
 
     def _ranks(self, bias: frozenset[int] = frozenset()) -> list[list[Tensor]]:
-        """Each rank's operands; those in `bias` are random summands of the whole."""
+        """The operands of each rank; those in `bias` are random summands of the full ones."""
         whole, generator = self.trial.operands, self.trial.generator(1)
         ranks = [
             [self.cuts[k].part(x, part) if k in self.cuts else x for k, x in enumerate(whole)]
@@ -88,11 +88,11 @@ class ShardedTrial:
     # ── forward ──────────────────────────────────────────────────────────────────────────────
 
     def _forward(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Combination]:
-        """Every way in which the ranks' results make the whole ones."""
+        """Every way in which the results of the ranks combine to the expected ones."""
         shapes = {tuple(tuple(x.shape) for x in results) for results in local}
         if shapes != {tuple(tuple(x.shape) for x in self.trial.whole)}:
             columns = list(zip(self.trial.whole, zip(*local, strict=True), strict=True))
-            cuts = [self._cut_of(whole, pieces) for whole, pieces in columns]
+            cuts = [self._find_split(whole, pieces) for whole, pieces in columns]
             if all(c or self._is_whole(*column) for c, column in zip(cuts, columns, strict=True)):
                 yield Combination("pass", tuple(cuts))
         elif all(x.is_floating_point() for x in self.trial.whole):
@@ -101,16 +101,16 @@ class ShardedTrial:
     def _is_whole(self, whole: Tensor, pieces: Sequence[Tensor]) -> bool:
         return all(self.trial.close(whole, x) for x in pieces)
 
-    def _cut_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> DimSplit | None:
-        """The cut of one result that gives these pieces."""
-        for cut in self._cuts_of(whole, pieces):
+    def _find_split(self, whole: Tensor, pieces: Sequence[Tensor]) -> DimSplit | None:
+        """The split of one result into these pieces."""
+        for cut in self._list_splits(whole, pieces):
             wanted = [cut.part(whole, part) for part in self.parts]
             if all(self.trial.close(w, x) for w, x in zip(wanted, pieces, strict=True)):
                 return cut
         return None
 
-    def _cuts_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[DimSplit]:
-        """The cuts of a result that make pieces of these shapes."""
+    def _list_splits(self, whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[DimSplit]:
+        """The splits of a result into pieces of these shapes."""
         shapes, size = [list(x.shape) for x in pieces], self.parts[-1].stop
         for dim, length in enumerate(whole.shape):
             rest = length // size
@@ -135,10 +135,10 @@ class ShardedTrial:
     # ── backward ─────────────────────────────────────────────────────────────────────────────
 
     def _returns(self, joined: Combination) -> bool:
-        """Whether gradients come back as they must when results join so."""
+        """Whether gradients are right when results combine this way."""
         if not self.trial.returns:
             return True
-        ranks, given = self._ranks(joined.bias), self._given(joined)
+        ranks, given = self._ranks(joined.bias), self._place_gradients(joined)
         found = [self.trial.backward(x, g) for x, g in zip(ranks, given, strict=True)]
         columns = zip(*found, strict=True)
         return all(self._is_gradient(k, list(own), joined) for k, own in enumerate(columns))
@@ -154,12 +154,12 @@ class ShardedTrial:
         pairs = zip(wanted, own, strict=True)
         return all(self.trial.close(w, g, self.trial.gradients[operand]) for w, g in pairs)
 
-    def _given(self, joined: Combination) -> list[list[Tensor]]:
-        """Each rank's gradients of the results: parts, the whole, or summands of it."""
-        columns = [self._shared(k, g, joined) for k, g in enumerate(self.trial.given)]
+    def _place_gradients(self, joined: Combination) -> list[list[Tensor]]:
+        """The gradients of the results on each rank: shards, full tensors, or summands."""
+        columns = [self._place_gradient(k, g, joined) for k, g in enumerate(self.trial.given)]
         return [list(given) for given in zip(*columns, strict=True)]
 
-    def _shared(self, result: int, g: Tensor, joined: Combination) -> list[Tensor]:
+    def _place_gradient(self, result: int, g: Tensor, joined: Combination) -> list[Tensor]:
         if joined.kind == "sum":
             return [g] * len(self.parts)
         cut = joined.cuts[result]
@@ -171,7 +171,7 @@ class ShardedTrial:
 
 
 def is_linear(trial: Trial, operands: frozenset[int]) -> bool:
-    """Whether summands of `operands` give summands of the results, and gradients as they must."""
+    """Whether summands of `operands` give summands of the results, and right gradients."""
     generator = trial.generator(3)
     noise = {k: trial.noise(trial.operands[k], generator) for k in sorted(operands)}
     first = [x - noise[k] if k in noise else x for k, x in enumerate(trial.operands)]
@@ -194,7 +194,7 @@ def _total(summands: Sequence[Tensor]) -> Tensor:
 
 
 def _subsets(numbers: Sequence[int]) -> Iterator[frozenset[int]]:
-    """The sets of one number, and of all."""
+    """The sets of one number each, and the set of all."""
     yield from (frozenset({k}) for k in numbers)
     if len(numbers) > 1:
         yield frozenset(numbers)

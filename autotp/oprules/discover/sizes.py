@@ -1,8 +1,8 @@
-"""Small sizes that an op without a row is tried at.
+"""Chooses small sizes for trials of an op without a row.
 
-Equal sizes stay equal and divisors stay divisors, so that what the op needs of its sizes still
-holds: query heads are a multiple of key-value heads, a fused dim is one of its segments. Where an
-argument is tied to a size, the size is kept, or is made another multiple of the argument.
+Equal sizes remain equal and divisors remain divisors, so that the op's requirements still hold:
+query heads are a multiple of key-value heads, a fused dim is a multiple of its segments. A size
+that is tied to an argument is kept, or replaced by another multiple of the argument.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ FAMILIES = (4, 6)
 """The smallest size of each family: what holds must hold in all of them."""
 
 _LARGEST = 1 << 18  # elements of a trial's operands
-_SYMBOLS = {4: (5, 7, 9, 11, 13), 6: (7, 5, 11, 9, 17)}  # no multiples: those of sizes are even
+_SYMBOLS = {4: (5, 7, 9, 11, 13), 6: (7, 5, 11, 9, 17)}  # odd, unlike multiples of the sizes
 
 
 def list_sizings(call: OpaqueCall, first: int) -> Iterator[Values]:
-    """Numbers for the sizes of `call`, the smallest first; those with too many elements left out.
+    """Numbers for the sizes of `call`, the smallest first, without those of too many elements.
 
     - `first`: the family, by its smallest size.
     """
@@ -46,7 +46,7 @@ def list_sizings(call: OpaqueCall, first: int) -> Iterator[Values]:
 def _keep_numbers(
     statics: Sequence[int], numbers: Sequence[int], first: int
 ) -> Iterator[dict[int, int]]:
-    """Which sizes are as they were, or fixed otherwise; first none, at last all."""
+    """Which sizes are kept or fixed: first none, finally all."""
     yield {}
     equal = {s: s for s in statics if s in numbers}
     yield equal
@@ -59,7 +59,7 @@ def _keep_numbers(
 
 
 def _shrink(statics: Sequence[int], first: int, fixed: Mapping[int, int]) -> dict[int, int]:
-    """A small number for each size: in the same order, and multiples of the same others."""
+    """A small number for each size, in the same order and with the same divisors."""
     out: dict[int, int] = {}
     last = first - 1
     for size in statics:

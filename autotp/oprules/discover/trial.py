@@ -1,4 +1,4 @@
-"""An op without a row, run on whole random tensors: what its shards must add up to."""
+"""Runs an op without a row on unsharded random tensors, for comparison with shards."""
 
 import warnings
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
 __all__ = ["DRAWS", "Setting", "Trial"]
 
 DRAWS = (1.0, 0.0, 30.0, 3000.0)
-"""How far random numbers reach on both sides of zero; 0: they lie from 0.5 to 2.
+"""The largest magnitude of random numbers; 0: they are from 0.5 to 2.
 
-Far numbers show what an op cuts off; its gradients there are differences of large numbers, of which
-rounding leaves nothing, so they are compared for the near ones only.
+Large numbers reveal clamping; rounding dominates the gradients there, so that gradients are
+compared for the small ones only.
 """
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
@@ -25,7 +25,7 @@ _COARSE = 3e-2  # of narrower types
 
 
 class Setting(NamedTuple):
-    """Where and in which floating-point type an op is tried; None: each operand's own type."""
+    """The device and floating-point dtype of a trial; None: the dtype of each operand."""
 
     device: str
     dtype: torch.dtype | None
@@ -34,10 +34,10 @@ class Setting(NamedTuple):
 
 @dataclass(slots=True)
 class Trial:
-    """One whole run.
+    """One run on unsharded tensors.
 
     - `values`: the sizes; `number`: of the draw.
-    - `operands`, `whole` (the results), `given` (their gradients), `gradients` (the operands').
+    - `operands`, `whole` (the results), `given` (their gradients), `gradients` (of the operands).
     """
 
     call: OpaqueCall
@@ -49,10 +49,10 @@ class Trial:
     given: list[Tensor] = field(default_factory=list[Tensor])
     gradients: list[Tensor] = field(default_factory=list[Tensor])
 
-    def reason(self) -> str:
-        """Why nothing can be learnt from this run; empty if it can. Runs the op."""
+    def find_obstacle(self) -> str:
+        """Run the op; why the run is unusable, empty if it is usable."""
         generator = self.generator(0)
-        self.operands = [self._drawn(k, generator) for k in range(len(self.call.shapes))]
+        self.operands = [self._sample(k, generator) for k in range(len(self.call.shapes))]
         before = [x.clone() for x in self.operands]
         self.whole, again = self.run(self.operands, 1), self.run(self.operands, 2)
         if not all(torch.equal(x, y) for x, y in zip(before, self.operands, strict=True)):
@@ -62,14 +62,14 @@ class Trial:
             return "its result shares memory with an operand"
         if not all(_is_same(x, y) for x, y in zip(self.whole, again, strict=True)):
             return "two runs on equal operands differ"
-        if reason := self._useless():
+        if reason := self._find_useless_results():
             return reason
         self.given = [self.noise(x, generator) for x in self.whole]
         self.gradients = self.backward(self.operands, self.given)
         finite = all(bool(torch.isfinite(g).all()) for g in self.gradients)
         return "" if finite else "its gradients are not finite"
 
-    def _useless(self) -> str:
+    def _find_useless_results(self) -> str:
         if [x.dim() for x in self.whole] != [len(s) for s in self.call.results]:
             return "its results have other dims than in the model"
         floats = [x for x in self.whole if x.is_floating_point()]
@@ -88,7 +88,7 @@ class Trial:
         """A generator of the same numbers on every rank."""
         return torch.Generator().manual_seed(100 * purpose + self.number)
 
-    def _drawn(self, number: int, generator: torch.Generator) -> Tensor:
+    def _sample(self, number: int, generator: torch.Generator) -> Tensor:
         shape = [evaluate_size(s, self.values) for s in self.call.shapes[number]]
         dtype, device = self.call.dtypes[number], self.setting.device
         if dtype == torch.bool:
@@ -102,12 +102,12 @@ class Trial:
         return numbers.to(device, self.setting.dtype or dtype)
 
     def _below(self) -> int:
-        """What integers are smaller than: they may be indices into any dim."""
+        """The exclusive bound of integers, which may be indices into any dim."""
         sizes = [evaluate_size(s, self.values) for shape in self.call.shapes for s in shape]
         return min((s for s in sizes if s > 1), default=2)
 
     def noise(self, like: Tensor, generator: torch.Generator) -> Tensor:
-        """Random numbers from -1 to 1 in the form of a tensor."""
+        """Random numbers from -1 to 1, shaped like a tensor."""
         unit = torch.rand(like.shape, generator=generator, dtype=torch.float64, device="cpu")
         dtype = like.dtype if like.is_floating_point() else torch.float64
         return (unit * 2 - 1).to(like.device, dtype)
@@ -119,7 +119,7 @@ class Trial:
             return self.call.run(tensors, self.values)
 
     def backward(self, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient of each operand, zero where there is none."""
+        """The gradient of each operand; zeros where there is none."""
         if not self.returns:
             return [torch.zeros_like(x) for x in tensors]
         leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
@@ -131,11 +131,11 @@ class Trial:
         return [next(found) if x.requires_grad else torch.zeros_like(x) for x in leaves]
 
     def agrees(self, found: Sequence[Tensor]) -> bool:
-        """Whether these are the whole results."""
+        """Whether these are the results on unsharded tensors."""
         return all(self.close(w, x) for w, x in zip(self.whole, found, strict=True))
 
     def close(self, expected: Tensor, found: Tensor, scale: Tensor | None = None) -> bool:
-        """Whether two tensors are equal, but for the rounding of numbers as large as `scale`."""
+        """Whether two tensors are equal, apart from rounding of numbers as large as `scale`."""
         if expected.shape != found.shape:
             return False
         if not expected.is_floating_point():
@@ -166,7 +166,7 @@ def _compute_gradients(
 
 
 def _silence_warnings() -> AbstractContextManager[object]:
-    """What an op warns of on random numbers is nobody's concern."""
+    """Suppress warnings of an op about random numbers."""
     return warnings.catch_warnings(action="ignore")
 
 
