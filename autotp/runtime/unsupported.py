@@ -37,8 +37,8 @@ def refuse_full_weights(model: Any, weights: Mapping[str, Any]) -> None:
                 raise PlanError(
                     f"{type(model).__name__}: load_state_dict() was given the full {name}, "
                     f"{list(given)}, but {model.sharded_state} has a shard of {list(own)}. Load a "
-                    "directory with autotp.from_pretrained, or load the unsharded model and parallelize it. "
-                    "load_state_dict() accepts what state_dict() returned on this rank."
+                    "directory with autotp.from_pretrained, or load the unsharded model and "
+                    "parallelize it. load_state_dict() accepts what state_dict() returned here."
                 )
 
 
