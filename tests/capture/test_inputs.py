@@ -202,7 +202,7 @@ def test_made_up_words_are_few_where_each_is_a_step_of_the_graph(
 ) -> None:
     model = Reader(one_by_one=one_by_one).eval()
     given, program = choose_inputs(
-        model, training=False, captured=lambda inputs: capture(model, inputs)
+        model, training=False, capture=lambda inputs: capture(model, inputs)
     )
 
     assert (1, length) == given["input_ids"].shape
