@@ -45,7 +45,7 @@ RETIRED = {
     "tolerance": r"\bheld to\b",
     "requested, reported, sampled": r"\b(?:asked|told)\b|\bdrawn (?:from|at|with)\b",
     "per rank": r"\b(?:one|once|entry|file|bytes|row) a rank\b|\ba file a\b",
-    "is not a": r"(?<!there )\bis no (?!(?:longer|more|less|such|better|worse|other)\b)\w+",
+    "is not a": r"(?<!there )\bis no (?!(?:longer|more|less|such|better|other)\b)\w+",
     "none of": r"\b0 of (?:its|the)\b",
     "gather, concatenate, merge": r"\b(?:brings?|bringing|brought) \w* ?together\b",
 }

@@ -196,7 +196,9 @@ def test_a_missing_parameter_and_a_buffer_without_values_are_named() -> None:
     tensors = {name: p.detach() for name, p in model.named_parameters()}
     del tensors["model.norm.weight"]
 
-    with pytest.raises(WeightsError, match="model.norm.weight: no local tensor among the 20 given"):
+    with pytest.raises(
+        WeightsError, match="model.norm.weight: the 20 local tensors do not include it"
+    ):
         build_tree(model, tensors, **keywords)
     with pytest.raises(WeightsError, match=r"inv_freq: a buffer of \(4,\) on the meta device"):
         build_tree(model.to("meta"), dict(model.named_parameters()), **keywords)
@@ -270,7 +272,7 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(input_ids=ids)
     with pytest.raises(CaptureError, match="'ids' is given twice"):
         tree(ids, ids=ids)
-    with pytest.raises(CaptureError, match="2 positional arguments, its forward takes 1"):
+    with pytest.raises(CaptureError, match="2 positional arguments, but its forward takes 1"):
         tree(ids, ids)
     with pytest.raises(CaptureError, match="the input 'ids' is a object; a graph takes tensors"):
         tree(object())
@@ -321,7 +323,7 @@ def test_dtype_and_device_stay(change: Any) -> None:
     _, tree, ids = hand()
     expected = tree(ids)
 
-    with pytest.raises(PlanError, match="torch.float32 on cpu, and so is the code"):
+    with pytest.raises(PlanError, match="torch.float32 on cpu, like the generated code"):
         change(tree)
     assert_same(expected, tree.to(torch.float32).to("cpu")(ids))
 
@@ -365,7 +367,9 @@ def test_a_view_shares_parameters_and_returns_the_models_type() -> None:
         twin = copy.deepcopy(view)
     assert_same(model(ids, use_cache=False), twin(input_ids=ids))
     assert 'getattr(self.model.layers, "1")(' in view.print_readable(print_output=False)
-    with pytest.raises(PlanError, match="there is no variant 'x'; captured so far: input_ids · eval"):
+    with pytest.raises(
+        PlanError, match="there is no variant 'x'. Captured so far: input_ids · eval"
+    ):
         tree.view("x")
 
 

@@ -17,13 +17,13 @@ def sharded() -> nn.Module:
 @pytest.mark.parametrize(
     ("method", "arguments", "said"),
     [
-        ("save_pretrained", ("directory",), "the parts of the others are not here"),
+        ("save_pretrained", ("directory",), "the shards of the other ranks cannot be gathered"),
         ("resize_token_embeddings", (600,), "before"),
         ("set_attn_implementation", ("eager",), "before"),
         ("init_continuous_batching", (), "Use generate"),
         ("push_to_hub", ("somebody/model",), "then upload the directory"),
-        ("add_adapter", (None,), "left out of all calls"),
-        ("half", (), "torch.float32 on cpu, and so is the code"),
+        ("add_adapter", (None,), "would have no effect"),
+        ("half", (), "torch.float32 on cpu, like the generated code"),
     ],
 )
 def test_what_does_not_work_yet_is_refused_before_anything_runs(
@@ -37,6 +37,6 @@ def test_what_does_not_work_yet_is_refused_before_anything_runs(
 def test_whole_weights_are_not_loaded_into_parts(sharded: nn.Module) -> None:
     whole, own = build("llama", num_hidden_layers=1)[0].state_dict(), sharded.state_dict()
 
-    with pytest.raises(PlanError, match="the full .* rank 0 of 2 holds .*from_pretrained"):
+    with pytest.raises(PlanError, match="the full .* rank 0 of 2 has a shard of .*from_pretrained"):
         sharded.load_state_dict(whole)
     assert "<All keys matched successfully>" == str(sharded.load_state_dict(own))

@@ -402,7 +402,7 @@ def test_an_op_of_unknown_meaning() -> None:
     ("op", "args", "message"),
     [
         (RAW.all_reduce, ("max", GROUP), "reduces by 'max'"),
-        (RAW.all_gather_into_tensor, (3, GROUP), "written for 3 ranks and run by 2"),
+        (RAW.all_gather_into_tensor, (3, GROUP), "a collective for 3 ranks is run by 2"),
     ],
 )
 def test_a_collective_that_has_no_placement(op: Any, args: tuple[Any, ...], message: str) -> None:
@@ -427,7 +427,7 @@ def test_ranks_that_run_different_ops() -> None:
     graphs = [graph_of(on_parameter(op.default)) for op in (ATEN.relu, ATEN.neg)]
     parts = [RankGraph(Holder(torch.ones(2)), graph, {}, {}) for graph in graphs]
 
-    with pytest.raises(VerifyError, match=r"aten.relu.*the 2 ranks run different ops here"):
+    with pytest.raises(VerifyError, match=r"aten.relu.*2 ranks run different ops here"):
         walk_ranks(parts, program_of(graphs[0]), {"x": torch.ones(1)})
 
 
