@@ -260,7 +260,7 @@ def _run_node(
         assert made is not None, f"{node.name} has no {part.inputs[node]}"
         return made
 
-    def given(argument: Any) -> Any:
+    def evaluate(argument: Any) -> Any:
         if isinstance(argument, torch.device):
             return torch.device("cpu")
         if not isinstance(argument, fx.Node):
@@ -269,15 +269,15 @@ def _run_node(
             values[argument] if argument in values else _evaluate_size(argument.meta["val"], sizes)
         )
 
-    args = _map_argument(node.args, given)
-    kwargs = {k: _map_argument(v, given) for k, v in node.kwargs.items() if k != "pin_memory"}
+    args = _map_argument(node.args, evaluate)
+    kwargs = {k: _map_argument(v, evaluate) for k, v in node.kwargs.items() if k != "pin_memory"}
     return cast("OpOverload", node.target)(*args, **kwargs)
 
 
-def _map_argument(argument: Any, given: Any) -> Any:
+def _map_argument(argument: Any, function: Any) -> Any:
     if isinstance(argument, list | tuple):
-        return type(argument)(_map_argument(a, given) for a in cast("Sequence[Any]", argument))
-    return given(argument)
+        return type(argument)(_map_argument(a, function) for a in cast("Sequence[Any]", argument))
+    return function(argument)
 
 
 def _has_counts(value: torch.Tensor) -> bool:

@@ -57,7 +57,9 @@ def _check_forest(analysis: Analysis) -> Iterator[str]:
                 f"{_sum_sizes(forest, atom.segments)}"
             )
         if atom.groups is not None and atom.groups.bounds not in names:
-            yield f"rows of axis {atom.name} are grouped by {atom.groups.bounds}, which is not a node"
+            yield (
+                f"rows of axis {atom.name} are grouped by {atom.groups.bounds}, which is not a node"
+            )
 
 
 def _sum_sizes(forest: Forest, segments: Iterable[Dim]) -> Size | None:
@@ -98,8 +100,8 @@ def _check_dims(analysis: Analysis) -> Iterator[str]:
         found, wanted = tuple(forest.size(d) for d in dims), sizes.read(meta)
         if found != wanted:
             yield (
-                f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but its "
-                f"dims have sizes {_format_sizes(found)}: "
+                f"{describe_node(node)}: result {number} has sizes {_format_sizes(wanted)}, but "
+                f"its dims have sizes {_format_sizes(found)}: "
                 f"{', '.join(forest.format(d) for d in dims)}"
             )
 

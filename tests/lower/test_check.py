@@ -43,7 +43,7 @@ def work() -> ModelCompiler:
     return ModelCompiler(Block(), read_request(example_inputs=inputs, training=True))
 
 
-def checked(made: CompiledVariant) -> None:
+def check_graph(made: CompiledVariant) -> None:
     written = made.rewritten
     check_types(
         written.graph,
@@ -83,7 +83,7 @@ def bias_everywhere(graph: fx.Graph) -> fx.Node:
     return bypass(node_of(graph, OURS.keep_first.default))
 
 
-def reduced_twice(graph: fx.Graph) -> fx.Node:
+def reduce_twice(graph: fx.Graph) -> fx.Node:
     reduced = node_of(graph, OURS.reduce.default)
     with graph.inserting_after(reduced):
         again = graph.call_function(reduced.target, (reduced, *reduced.args[1:]))
@@ -91,7 +91,7 @@ def reduced_twice(graph: fx.Graph) -> fx.Node:
     return again
 
 
-def gathered_otherwise(graph: fx.Graph) -> fx.Node:
+def gather_by_another_split(graph: fx.Graph) -> fx.Node:
     gather = node_of(graph, OURS.gather.default)
     x, dim, _, group = gather.args
     halves = Split(1, (segment(2, WORDS // 2, 1),))
@@ -99,7 +99,7 @@ def gathered_otherwise(graph: fx.Graph) -> fx.Node:
     return gather
 
 
-def gathered_elsewhere(graph: fx.Graph) -> fx.Node:
+def gather_along_another_dim(graph: fx.Graph) -> fx.Node:
     gather = node_of(graph, OURS.gather.default)
     x, dim, split, group = gather.args
     gather.args = (x, dim - 1, split, group)
@@ -117,15 +117,15 @@ FAULTS: dict[str, tuple[Callable[[fx.Graph], fx.Node], str]] = {
     "a missing all-reduce": (no_reduce, "a reduction is missing"),
     "a copy replaced by its operand": (no_copy, "its gradient would not be summed over the ranks"),
     "a bias on every rank": (bias_everywhere, "every rank would add it"),
-    "a sum made twice": (reduced_twice, "converts P to R"),
-    "a gather of another cut": (gathered_otherwise, "a wrong slice"),
-    "a gather of another dim": (gathered_elsewhere, "a wrong slice"),
+    "a sum made twice": (reduce_twice, "converts P to R"),
+    "a gather of another cut": (gather_by_another_split, "a wrong slice"),
+    "a gather of another dim": (gather_along_another_dim, "a wrong slice"),
     "a partial sum read as a whole": (read_before_it_is_summed, "a reduction is missing"),
 }
 
 
 def test_the_untouched_graph_passes() -> None:
-    checked(work().compile(TP, "tp"))
+    check_graph(work().compile(TP, "tp"))
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -135,7 +135,7 @@ def test_a_fault_is_named(fault: str) -> None:
     blamed = plant(made.rewritten.graph)
 
     with pytest.raises(VerifyError, match=rf"node {blamed.name}\b.*{re.escape(message)}"):
-        checked(made)
+        check_graph(made)
 
 
 def test_what_leaves_the_graph_must_be_whole() -> None:
@@ -145,7 +145,7 @@ def test_what_leaves_the_graph_must_be_whole() -> None:
     bypass(gather)
 
     with pytest.raises(VerifyError, match=rf"node {source.name}.*is an output placed S\("):
-        checked(made)
+        check_graph(made)
 
 
 def test_a_parameter_must_be_read_as_it_is_laid_out() -> None:
@@ -154,7 +154,7 @@ def test_a_parameter_must_be_read_as_it_is_laid_out() -> None:
     wrong = replace(made, decision=replace(made.decision, parameters=parameters))
 
     with pytest.raises(VerifyError, match="parameter up.weight is laid out R~, the graph reads it"):
-        checked(wrong)
+        check_graph(wrong)
 
 
 def test_the_plan_must_count_the_collectives_of_the_graph() -> None:
@@ -162,4 +162,4 @@ def test_the_plan_must_count_the_collectives_of_the_graph() -> None:
     made.rewritten.collectives.pop()
 
     with pytest.raises(VerifyError, match="the graph runs .*, the plan counts "):
-        checked(made)
+        check_graph(made)

@@ -75,14 +75,14 @@ RUNS: list[Run] = [
 ]
 
 
-def made(run: Run) -> tuple[Running, dict[str, Tensor]]:
+def make_conversion(run: Run) -> tuple[Running, dict[str, Tensor]]:
     torch.manual_seed(0)
     return Running(run), {"x": torch.randn(2, 5, 16)}
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_random_plans_of_a_reviewed_model_equal_it(run: Run) -> None:
-    model, inputs = made(run)
+    model, inputs = make_conversion(run)
     work = ModelCompiler(model, read_request(example_inputs=inputs, training=False))
     found = [
         outcome(prepared(work, 2, training=training), Case(run.__name__, 2, training, seed))

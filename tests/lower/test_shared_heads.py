@@ -17,7 +17,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Repeat = Callable[[Tensor], Tensor]
 
 
-def expanded(x: Tensor, dim: int = 2) -> Tensor:
+def expand_heads(x: Tensor, dim: int = 2) -> Tensor:
     """Each head twice, one after the other; with another `dim`, something else."""
     batch, heads, length, size = x.shape
     sizes = [batch, heads, length, size]
@@ -25,7 +25,7 @@ def expanded(x: Tensor, dim: int = 2) -> Tensor:
     return x.unsqueeze(dim).expand(sizes).reshape(batch, 2 * heads, length, size)
 
 
-def interleaved(x: Tensor) -> Tensor:
+def interleave_heads(x: Tensor) -> Tensor:
     """The same by one op."""
     return torch.ops.aten.repeat_interleave.self_int(x, 2, 1)
 
@@ -53,7 +53,7 @@ def run(graph: fx.Graph, given: list[Tensor]) -> Tensor:
     return fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*given)
 
 
-@pytest.mark.parametrize("repeat", [expanded, interleaved])
+@pytest.mark.parametrize("repeat", [expand_heads, interleave_heads])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_values_are_the_same_and_no_copy_is_made(
@@ -72,8 +72,8 @@ def test_the_values_are_the_same_and_no_copy_is_made(
 @pytest.mark.parametrize(
     ("keys", "values"),
     [
-        (expanded, lambda x: x.repeat(1, 2, 1, 1)),
-        (lambda x: expanded(x, 1), lambda x: expanded(x, 1)),
+        (expand_heads, lambda x: x.repeat(1, 2, 1, 1)),
+        (lambda x: expand_heads(x, 1), lambda x: expand_heads(x, 1)),
         (lambda x: x.repeat(1, 2, 1, 1), lambda x: x.repeat(1, 2, 1, 1)),
     ],
     ids=["in two ways", "in turn", "by another op"],
@@ -87,8 +87,8 @@ def test_what_is_not_each_head_repeated_is_left(keys: Repeat, values: Repeat) ->
 
 def test_on_a_gpu_only_attentions_without_a_mask_share() -> None:
     masked, plain = (inputs(9, masked=m) for m in (True, False))
-    left = graph_of(attention(expanded, expanded), masked)
-    graph = graph_of(attention(expanded, expanded, is_causal=True), plain)
+    left = graph_of(attention(expand_heads, expand_heads), masked)
+    graph = graph_of(attention(expand_heads, expand_heads, is_causal=True), plain)
 
     assert share_heads(left, GPU) is left
     assert torch.equal(run(graph, plain), run(share_heads(graph, GPU), plain))

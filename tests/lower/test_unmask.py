@@ -49,7 +49,7 @@ def lower(x: Tensor) -> Tensor:
     return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
 
 
-def added(x: Tensor) -> Tensor:
+def add_masks(x: Tensor) -> Tensor:
     return torch.full((x.shape[1], x.shape[1]), LEAST).triu(1)
 
 
@@ -93,7 +93,7 @@ def long_ago(x: Tensor) -> Tensor:
     return causal(x) & ((x.shape[1] < 100) | (column > 0))
 
 
-def rounded(dtype: torch.dtype) -> Mask:
+def round_mask(dtype: torch.dtype) -> Mask:
     def make(x: Tensor) -> Tensor:
         row, column = places(x)
         return column.to(dtype) <= row.to(dtype)
@@ -119,7 +119,7 @@ def soft(x: Tensor) -> Tensor:
     return torch.where(causal(x), 0.0, -10000.0)
 
 
-def drawn(x: Tensor) -> Tensor:
+def sample_mask(x: Tensor) -> Tensor:
     return causal(x) & (torch.rand(x.shape[1], x.shape[1]) > -1)
 
 
@@ -127,7 +127,7 @@ def of_values(x: Tensor) -> Tensor:
     return causal(x) & (x[:, None, :, :1] < 1e9)
 
 
-def padded(x: Tensor, mask: Tensor) -> Tensor:
+def pad_mask(x: Tensor, mask: Tensor) -> Tensor:
     return causal(x) & (mask > 0)[:, None, None]
 
 
@@ -135,12 +135,12 @@ def both_ways(x: Tensor, mask: Tensor) -> Tensor:
     return (mask > 0)[:, None, None].expand(-1, 1, x.shape[1], -1)
 
 
-def added_padding(x: Tensor, mask: Tensor) -> Tensor:
+def add_padding(x: Tensor, mask: Tensor) -> Tensor:
     hidden = (1 - mask[:, None, None].to(x.dtype)) * LEAST
     return torch.where(causal(x), 0.0, LEAST) + hidden
 
 
-def packed(x: Tensor, mask: Tensor) -> Tensor:
+def pack_mask(x: Tensor, mask: Tensor) -> Tensor:
     first = torch.cat([mask[:, :1] - 1, mask], 1)
     number = (first.diff() != 1).cumsum(-1)
     return causal(x) & (number[:, None, :, None] == number[:, None, None])
@@ -150,31 +150,31 @@ def packed(x: Tensor, mask: Tensor) -> Tensor:
 KINDS: Mapping[str, tuple[Mask, Mapping[str, Tensor], str, set[str]]] = {
     "causal": (causal, {}, "causal", set()),
     "lower": (lower, {}, "causal", set()),
-    "added": (added, {}, "causal", set()),
+    "added": (add_masks, {}, "causal", set()),
     "infinite": (infinite, {}, "causal", set()),
     "everything": (everything, {}, "none", set()),
     "window of 200": (window(200), {}, "causal", {"x.size(1) <= 200"}),
     "chunks of 300": (chunks(300), {}, "causal", {"x.size(1) <= 300"}),
     "square window": (square_window, {}, "causal", {"x.size(1) <= 128"}),
     "sizes": (long_ago, {}, "causal", {"x.size(1) <= 99"}),
-    "padded": (padded, SOME, "causal", {"mask is ones"}),
-    "added padding": (added_padding, SOME, "causal", {"mask is ones"}),
+    "padded": (pad_mask, SOME, "causal", {"mask is ones"}),
+    "added padding": (add_padding, SOME, "causal", {"mask is ones"}),
     "both ways": (both_ways, SOME, "none", {"mask is ones"}),
-    "packed": (packed, SOME, "causal", {"mask is counting"}),
+    "packed": (pack_mask, SOME, "causal", {"mask is counting"}),
     "window of 5": (window(5), {}, "kept", set()),
     "chunks of 8": (chunks(8), {}, "kept", set()),
-    "bfloat16": (rounded(torch.bfloat16), {}, "kept", set()),
-    "int8": (rounded(torch.int8), {}, "kept", set()),
+    "bfloat16": (round_mask(torch.bfloat16), {}, "kept", set()),
+    "int8": (round_mask(torch.int8), {}, "kept", set()),
     "prefix": (prefix, {}, "kept", set()),
     "strict": (strict, {}, "kept", set()),
     "slope": (slope, {}, "kept", set()),
     "soft": (soft, {}, "kept", set()),
-    "drawn": (drawn, {}, "kept", set()),
+    "drawn": (sample_mask, {}, "kept", set()),
     "of values": (of_values, {}, "kept", set()),
 }  # fmt: skip
 
 
-def found(graph: torch.fx.Graph) -> list[str]:
+def list_masks(graph: torch.fx.Graph) -> list[str]:
     """What each attention of a graph says."""
     words: list[str] = []
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
@@ -191,8 +191,8 @@ def test_a_mask_goes_where_it_is_proven(kind: str) -> None:
     graphs = remove_masks(program.graph, program.inputs, program.lifted)
 
     assert conditions == {str(c) for c in graphs[-1].conditions}
-    assert [says] == found(graphs[-1].graph)
-    assert (["kept"] if conditions else [says]) == found(graphs[0].graph)
+    assert [says] == list_masks(graphs[-1].graph)
+    assert (["kept"] if conditions else [says]) == list_masks(graphs[0].graph)
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_calls_of_a_prompt_and_of_new_words_make_no_masks() -> None:
                 own = model(input_ids=ids[:, :1], cache=own["cache"], use_cache=True)
             torch.testing.assert_close(own.logits, mine.logits)
     said = [
-        [word for graph in variant.outlined.layers.values() for word in found(graph)]
+        [word for graph in variant.outlined.layers.values() for word in list_masks(graph)]
         for variant in sharded.variants.values()
     ]
 

@@ -104,7 +104,7 @@ class Sorted(nn.Module):
         return x + made.view(-1, 2, HIDDEN).sum(1).view(x.shape)
 
 
-def proved(
+def verify_experts(
     model: nn.Module, inputs: Mapping[str, Any], tp: int, overrides: Mapping[str, str]
 ) -> tuple[Plan, list[Evidence]]:
     """The plan for training, and the evidence of both modes."""
@@ -131,7 +131,7 @@ def layouts(plan: Plan, *names: str) -> list[str]:
 @pytest.mark.parametrize("form", ["bmm", "baddbmm", "einsum", "matmul"])
 def test_dense_experts_are_handed_out(form: str, tp: int, experts: int) -> None:
     model = drawn(Dense(form, experts))
-    plan, evidence = proved(model, tokens(), tp, {"up": "expert", "down": "expert"})
+    plan, evidence = verify_experts(model, tokens(), tp, {"up": "expert", "down": "expert"})
 
     assert all(one.ok for one in evidence), evidence
     assert ["expert", "expert"] == [plan.parameters[n].layout for n in ("up", "down")]
@@ -152,7 +152,7 @@ def test_sorted_experts_are_handed_out_with_their_biases(
 ) -> None:
     """The last case has a rank to which no token goes."""
     overrides = {"up": "expert", "down": "expert"}
-    plan, evidence = proved(drawn(Sorted(experts, dead)), tokens(), tp, overrides)
+    plan, evidence = verify_experts(drawn(Sorted(experts, dead)), tokens(), tp, overrides)
 
     assert all(one.ok for one in evidence), evidence
     assert ["expert"] * 4 == layouts(plan, "up", "down", "up_bias", "down_bias")
@@ -184,7 +184,7 @@ def test_an_expert_without_a_token_has_a_gradient_of_zero() -> None:
 def test_what_all_rows_share_keeps_them_whole_in_training() -> None:
     """Rows of others mean nothing: they must not reach the gradient of a scale between products."""
     overrides = {"up": "expert", "down": "expert"}
-    plan, evidence = proved(drawn(Sorted(4, scaled=True)), tokens(), 2, overrides)
+    plan, evidence = verify_experts(drawn(Sorted(4, scaled=True)), tokens(), 2, overrides)
 
     assert all(one.ok for one in evidence), evidence
     assert ["expert", "expert", "norm"] == layouts(plan, "up", "down", "scale")
