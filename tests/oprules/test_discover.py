@@ -254,7 +254,7 @@ def test_a_model_of_opaque_ops_is_split_and_right(tp: int) -> None:
 
 def test_a_plan_tells_what_was_found_and_keeps_it_in_json() -> None:
     plan = autotp.plan(Block(), 2, example_inputs={"x": torch.randn(2, 5, 32)})
-    section = " ".join(format_plan(plan).partition("Rules found by running the op")[2].split())
+    section = " ".join(format_plan(plan).partition("Rules discovered by running the op")[2].split())
 
     assert "2 × autotp_opaque.normed.default at" in section
     assert "a b c, c -> a b c; whole: c; linear in 1" in section

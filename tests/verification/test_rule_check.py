@@ -108,7 +108,7 @@ def test_a_directory_without_rules_is_a_misuse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert 2 == cli.main(["rules", "check", "--rules", str(tmp_path / "none")])
-    assert "roles.toml: cannot be read" in capsys.readouterr().err
+    assert f"{tmp_path / 'none'}: cannot be read" in capsys.readouterr().err
 
 
 def test_a_sample_is_written_as_a_call() -> None:
