@@ -125,8 +125,8 @@ class _Checker:
         traced = self.values.get(node.name)
         if traced is not None and traced.placement != wanted:
             raise VerifyError(
-                f"{_locate(node)}: parameter {node.target} is placed {wanted}, but the graph reads "
-                f"it as {traced.placement}"
+                f"{_locate(node)}: parameter {node.target} is laid out {wanted}, but "
+                f"the graph reads it as {traced.placement}"
             )
 
     def _check_conversion(self, node: fx.Node, kinds: list[tuple[Kind, Kind]]) -> None:

@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import (
 import autotp.runtime.ops.library  # noqa: F401  registers torch.ops.autotp
 from autotp.capture.capture import capture
 from autotp.capture.program import Program
-from autotp.lower.outline import Outlined, outline
+from autotp.lower.outline import outline
+from autotp.runtime.layered_graph import LayeredGraph
 from tests import models
 
 ATEN = torch.ops.aten
@@ -63,7 +64,7 @@ class Flat:
             node.meta["nn_module_stack"] = {p: (p, "Module") for p in ("layers", at)}
         return node
 
-    def done(self, *results: fx.Node) -> Outlined:
+    def done(self, *results: fx.Node) -> LayeredGraph:
         self.graph.output(results)
         self.graph.lint()
         return outline(self.graph)
@@ -79,7 +80,7 @@ class Runner(fx.Interpreter):
         return Runner(module, self.layers[target], {}).run(*args, **kwargs)
 
 
-def run(outlined: Outlined, model: nn.Module, *inputs: torch.Tensor) -> Any:
+def run(outlined: LayeredGraph, model: nn.Module, *inputs: torch.Tensor) -> Any:
     return Runner(model, outlined.root, outlined.layers).run(*inputs)
 
 
@@ -87,7 +88,7 @@ def ops(graph: fx.Graph) -> list[str]:
     return [n.name for n in graph.nodes if n.op in ("call_function", "call_module")]
 
 
-def assert_equal_to_flat(flat: Flat, outlined: Outlined) -> None:
+def assert_equal_to_flat(flat: Flat, outlined: LayeredGraph) -> None:
     model, x = Model(), torch.randn(BATCH + 2, WIDTH)
     expected = fx.Interpreter(model, graph=flat.graph).run(x)
     actual = run(outlined, model, x)
