@@ -49,7 +49,7 @@ RETIRED = {
     "none of": r"\b0 of (?:its|the)\b",
     "gather, concatenate, merge": r"\b(?:brings?|bringing|brought) \w* ?together\b",
 }
-"""The field's term to a pattern of what it replaces; ordinary English of the same letters passes."""
+"""The field's term to a pattern of what it replaces; other uses of the same letters pass."""
 
 ROOMS_LEFT: tuple[str, ...] = ("oprules",)
 """The rooms of `autotp/` that are still to be rewritten; it ends up empty."""
