@@ -435,7 +435,8 @@ def test_both_figures_are_told() -> None:
         torch.tensor([4.0]), [torch.tensor([4.0]), torch.tensor([3.0])], "each"
     )
 
-    assert "rank 1 has 3 where the unsharded model has 4 (2.5e-01 of the largest value)" == str(found)
+    text = "rank 1 has 3 where the unsharded model has 4 (2.5e-01 of the largest value)"
+    assert text == str(found)
 
 
 def test_a_reason_stands_for_figures() -> None:

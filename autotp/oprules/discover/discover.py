@@ -147,7 +147,8 @@ class _RowBuilder:
         operands = [self._operand(k) for k in range(len(self.call.shapes))]
         results = [self._result(r, operands) for r in range(len(self.call.results))]
         signature = Signature(
-            tuple(self._named(p) for p in operands), tuple(self._named(p) for p in results)
+            tuple(self._name_pattern(p) for p in operands),
+            tuple(self._name_pattern(p) for p in results),
         )
         contracted = {
             self.names[(n,)]: f.joined[0].kind
@@ -211,7 +212,7 @@ class _RowBuilder:
                 return dims[at][0] if dims[at][0] in self.whole else None
         return None
 
-    def _named(self, dims: Sequence[Sequence[_FactorKey]]) -> Pattern:
+    def _name_pattern(self, dims: Sequence[Sequence[_FactorKey]]) -> Pattern:
         return tuple(tuple(self._name(w) for w in words) for words in dims)
 
     def _name(self, word: _FactorKey) -> str:
