@@ -17,9 +17,9 @@ from torch import fx
 
 from autotp.capture.program import list_tensor_leaves
 from autotp.capture.sizes import Pricing
-from autotp.compiler import Made, Work
+from autotp.compiler import CompiledVariant, ModelCompiler
 from autotp.errors import AutotpError
-from autotp.options import Options
+from autotp.options import read_request
 from autotp.records.plan import BUCKET, Plan
 from tests import zoo
 
@@ -60,28 +60,30 @@ class Compared:
 
 def compare(model_type: str, task: str, *, training: bool, tp: int = 2) -> Compared:
     """The differences between the dtypes of one model of the zoo."""
-    works = [_work(model_type, task, dtype, training) for dtype in DTYPES]
-    wide, narrow = works
+    compilers = [_compiler(model_type, task, dtype, training) for dtype in DTYPES]
+    wide, narrow = compilers
     if isinstance(wide, str) or isinstance(narrow, str):
-        kinds = [work if isinstance(work, str) else "no error" for work in works]
+        kinds = [c if isinstance(c, str) else "no error" for c in compilers]
         if wide == narrow:
             return Compared(error=kinds[0])
         return Compared(by_elements=(f"{kinds[0]} in float32, {kinds[1]} in bfloat16",))
     by_bytes = _differences(wide, narrow, tp)
     if not by_bytes:
         return Compared()
-    for work in (wide, narrow):
-        work.pricing = Elements(work.program, list_tensor_leaves(work.inputs))
+    for compiler in (wide, narrow):
+        compiler.pricing = Elements(compiler.program, list_tensor_leaves(compiler.inputs))
     return Compared(by_bytes, _differences(wide, narrow, tp))
 
 
-def _work(model_type: str, task: str, dtype: torch.dtype, training: bool) -> Work | str:
+def _compiler(
+    model_type: str, task: str, dtype: torch.dtype, training: bool
+) -> ModelCompiler | str:
     """The model captured and analysed, or the type of the error that this raises."""
     model, inputs = zoo.build(model_type, task)
     given = {n: _converted(value, dtype) for n, value in inputs.items()}
     model.to(dtype).train(training)
     try:
-        return Work.of(model, Options(example_inputs=given, training=training))
+        return ModelCompiler.of(model, read_request(example_inputs=given, training=training))
     except AutotpError as error:
         return type(error).__name__
 
@@ -91,11 +93,11 @@ def _converted(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if is_floating else value
 
 
-def _differences(wide: Work, narrow: Work, tp: int) -> tuple[str, ...]:
-    return tuple(_different(wide.made(tp, "tp"), narrow.made(tp, "tp")))
+def _differences(wide: ModelCompiler, narrow: ModelCompiler, tp: int) -> tuple[str, ...]:
+    return tuple(_different(wide.compile(tp, "tp"), narrow.compile(tp, "tp")))
 
 
-def _different(wide: Made, narrow: Made) -> Iterator[str]:
+def _different(wide: CompiledVariant, narrow: CompiledVariant) -> Iterator[str]:
     yield from _unequal("layout", _layouts(wide.plan), _layouts(narrow.plan))
     one, two = _payloads(wide.plan), _payloads(narrow.plan)
     counts = [{key: len(sizes) for key, sizes in side.items()} for side in (one, two)]

@@ -332,7 +332,10 @@ def test_an_op_without_a_rule_that_cannot_be_tried_acts_whole_and_the_plan_says_
     why = "two runs on equal operands differ"
 
     assert (f"autotp_tests.shuffled.default at shuffled: {why}",) == plan.unruled
-    assert any("1 nodes have no rule and run on replicated operands" in warning for warning in plan.warnings)
+    assert any(
+        "1 nodes have no rule and run on replicated operands" in warning
+        for warning in plan.warnings
+    )
 
 
 def test_a_module_without_a_config_is_asked_for_its_inputs() -> None:

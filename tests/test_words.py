@@ -51,9 +51,6 @@ RETIRED = {
 }
 """The field's term to a pattern of what it replaces; other uses of the same letters pass."""
 
-ROOMS_LEFT: tuple[str, ...] = ("oprules",)
-"""The rooms of `autotp/` that are still to be rewritten; it ends up empty."""
-
 
 def find_retired(text: str) -> list[str]:
     """The retired phrases of a text, each with the term that stands for it."""
@@ -95,14 +92,7 @@ def read_module(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def is_done(path: Path) -> bool:
-    """Whether the module is in none of the rooms that are left."""
-    return path.relative_to(ROOT / "autotp").parts[0] not in ROOMS_LEFT
-
-
-@pytest.mark.parametrize(
-    "path", [*filter(is_done, MODULES)], ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_messages_and_docstrings_use_the_fields_words(path: Path) -> None:
     tree = read_module(path)
 
@@ -154,22 +144,6 @@ def test_no_command_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert COMMANDS == [name for name in listed if name in COMMANDS]
     assert set(listed) <= set(COMMANDS), listed
-
-
-def test_the_rooms_left_exist_and_are_not_done() -> None:
-    """A room whose modules use the field's words is taken off the list."""
-    done = [
-        room
-        for room in ROOMS_LEFT
-        if not any(
-            find_retired(text)
-            for path in MODULES
-            if path.relative_to(ROOT / "autotp").parts[0] == room
-            for text in (*list_strings(read_module(path)), *list_docstrings(read_module(path)))
-        )
-    ]
-
-    assert [] == done
 
 
 # ── twins: a retired word is seen, and ordinary English is not ───────────────────────────────────

@@ -1,4 +1,4 @@
-"""Reads rules/ into an immutable Rulebook: op rows, roles, and where machines lie.
+"""Reads rules/ into an immutable Rulebook: op rows, roles, and the directory of the machine files.
 
 A TOML row names one op or several with the same rule:
 
@@ -30,7 +30,7 @@ _JOINS = {"sum", "mean", "max", "none"}
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A label for pairs: `name`, given when one of `inside` lies between openers and closers."""
+    """A label for pairs: `name`, given when one of `inside` is between openers and closers."""
 
     name: str
     inside: frozenset[str]
@@ -71,8 +71,8 @@ def find_rules_root() -> Path:
         if (candidate / "roles.toml").is_file():
             return candidate
     raise RuleError(
-        f"no rules found beside {here}: neither {here / 'rules'} nor {here.parent / 'rules'} has a "
-        "roles.toml; reinstall autotp"
+        f"no rules found for the package in {here}: neither {here / 'rules'} nor {here.parent / 'rules'} has a "
+        "roles.toml. Reinstall autotp."
     )
 
 

@@ -218,8 +218,9 @@ def test_what_stays_whole_is_told_the_right_reason() -> None:
     plan = autotp.plan(Joined(), 8, example_inputs={"x": torch.randn(2, 5, 8)}, training=True)
     reason = plan.parameters["out.weight"].reason
 
-    assert "along dim 1 (16): aten.linear.default at linear_2 (test_replicated.py:" in reason
-    assert "sums over it beside pieces that are not cut with it" in reason
+    prevented = "sharding dim 1 (16) is prevented by aten.linear.default at linear_2"
+    assert f"{prevented} (test_replicated.py:" in reason
+    assert "which sums over it together with elements that are not sharded" in reason
     assert "norm" != plan.parameters["bias"].layout
 
 

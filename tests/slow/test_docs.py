@@ -163,7 +163,7 @@ class Reader:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder like a checkout, whose rules are its own: a page may add to them."""
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path / "my-model")
@@ -174,7 +174,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), str(ROOT / "examples"))))
     monkeypatch.setattr(rulebook, "find_rules_root", lambda: tmp_path / "rules")
-    yield tmp_path
+    return tmp_path
 
 
 @pytest.mark.parametrize("name", NAMES)

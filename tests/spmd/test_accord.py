@@ -60,7 +60,9 @@ def test_weights_of_another_seed_are_named(pool: Pools) -> None:
     first, *others = pool(3).run(with_other_weights, [1, 1, 2])
 
     assert [first, first] == others
-    assert first.startswith("WeightsError: up.weight: the unsharded weights are not the same on all 3")
+    assert first.startswith(
+        "WeightsError: up.weight: the unsharded weights are not the same on all 3"
+    )
     assert "2 have the hash " in first
     assert "but ranks [2] hold" in first
     assert "Tensors that differ: 2 of 3 (up.weight, down.weight)" in first
@@ -70,7 +72,9 @@ def test_weights_of_another_seed_are_named(pool: Pools) -> None:
 
 def test_another_buffer_is_named(pool: Pools) -> None:
     for found in pool(2).run(with_another_buffer):
-        assert found.startswith("WeightsError: scale: the unsharded weights are not the same on all 2")
+        assert found.startswith(
+            "WeightsError: scale: the unsharded weights are not the same on all 2"
+        )
 
 
 def calls(rank: int, world: int) -> dict[str, str]:

@@ -382,7 +382,9 @@ def test_a_shard_of_another_rank_is_named(name: str) -> None:
 
     assert not evidence.ok
     assert f" = {parameter}: its value should be S(" in (evidence.first_divergence or "")
-    assert "a wrong slice or layout" in (evidence.first_divergence or "")
+    assert "not those of the plan: a slice or a layout is wrong" in (
+        evidence.first_divergence or ""
+    )
 
 
 def test_the_up_and_down_split_of_the_article_is_named() -> None:

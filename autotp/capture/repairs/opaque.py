@@ -20,7 +20,7 @@ _NAMESPACE = "autotp_functions"
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
-class _Context:
+class _ForwardContext:
     """The context of a function's forward where its backward will not run."""
 
     saved_tensors: tuple[Any, ...] = ()
@@ -78,10 +78,10 @@ class AppliedFunction(NamedTuple):
         return self.function.forward(*make_context(self.function), *arguments)
 
 
-def make_context(function: Any) -> tuple[_Context, ...]:
+def make_context(function: Any) -> tuple[_ForwardContext, ...]:
     """The context argument of a function's forward; none where it has its own `setup_context`."""
     separate = function.setup_context is not torch.autograd.Function.setup_context
-    return () if separate else (_Context(),)
+    return () if separate else (_ForwardContext(),)
 
 
 def make_op(applied: AppliedFunction, results: int) -> OpOverload:
