@@ -261,7 +261,9 @@ def test_code_of_others_is_run_only_when_trusted(tmp_path: Path) -> None:
         json.dumps({"model_type": "nobodys", "architectures": ["Nobodys"]})
     )
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(PlanError, match="Pass trust_remote_code=True if the directory brings"):
+    with pytest.raises(
+        PlanError, match="Pass trust_remote_code=True if the directory has its own code"
+    ):
         alone(tmp_path)
 
 
