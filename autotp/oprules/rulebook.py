@@ -71,8 +71,8 @@ def find_rules_root() -> Path:
         if (candidate / "roles.toml").is_file():
             return candidate
     raise RuleError(
-        f"no rules found for the package in {here}: neither {here / 'rules'} nor {here.parent / 'rules'} has a "
-        "roles.toml. Reinstall autotp."
+        f"no rules found for the package in {here}: neither {here / 'rules'} nor "
+        f"{here.parent / 'rules'} has a roles.toml. Reinstall autotp."
     )
 
 
