@@ -88,7 +88,12 @@ def test_a_rank_without_processes_is_to_look_at(hand: Hand) -> None:
     sharded = autotp.parallelize(hand[0], 2, rank=1, example_inputs=hand[1])
     message = message_of(PlanError, lambda: sharded(**hand[1]))
 
-    says(message, "HandGPT: called as rank 1 of 2", "no group", "torchrun --nproc-per-node 2")
+    says(
+        message,
+        "HandGPT: rank 1 of 2 was called",
+        "no process group",
+        "torchrun --nproc-per-node 2",
+    )
 
 
 def test_a_plan_without_training_cannot_train(hand: Hand) -> None:
@@ -151,12 +156,21 @@ def test_an_input_that_the_forward_does_not_take_is_named(hand: Hand) -> None:
         (
             2,
             {"*.norm1": "row"},
-            ("'*.norm1'", "blocks.0.norm1.weight [64] cannot", "contracts a dim", "replicated"),
+            (
+                "'*.norm1'",
+                "blocks.0.norm1.weight [64] cannot",
+                "contracts one of its dims",
+                "replicated",
+            ),
         ),
         (
             2,
             {"*.up.weight": "expert"},
-            ("blocks.0.up.weight [128, 64]", "no op chooses", "its axis ffn (128)), row (dim 1"),
+            (
+                "blocks.0.up.weight [128, 64]",
+                "not one weight of several experts",
+                "its axis ffn (128)), row (dim 1",
+            ),
         ),
         (
             2,
@@ -277,7 +291,7 @@ def test_a_model_that_cannot_be_captured_names_its_line() -> None:
     message = message_of(CaptureError, lambda: autotp.plan(Undecided(), 2, example_inputs=inputs))
 
     says(message, "Undecided", "test_errors.py", "in forward: if y.sum() > 0:", "torch.export")
-    says(message, "GuardOnDataDependentSymNode", "rewrite that line")
+    says(message, "GuardOnDataDependentSymNode", "rewrite this line so that no Python branch")
 
 
 @torch.library.custom_op("autotp_tests::twice", mutates_args=())
@@ -349,7 +363,7 @@ def test_a_module_without_a_config_is_asked_for_its_inputs() -> None:
     [
         (None, ("has no config.json", "MODEL is a directory with config.json")),
         ("{", ("config.json: line 1 column 2", "Restore")),
-        (json.dumps({"architectures": ["X"]}), ("missing key 'model_type'", "Restore")),
+        (json.dumps({"architectures": ["X"]}), ("the key 'model_type' is missing", "Restore")),
     ],
 )
 def test_a_broken_directory_is_one_message_on_the_command_line(
@@ -370,4 +384,10 @@ def test_an_unknown_preset_is_told_the_known_ones(capsys: pytest.CaptureFixture[
     code = main(["plan", "gpt-2", "--tp", "2"])
 
     assert code == 2
-    says(capsys.readouterr().err, "'gpt-2'", "Did you mean 'gpt2'?", "Presets are", "MODEL is")
+    says(
+        capsys.readouterr().err,
+        "'gpt-2'",
+        "Did you mean 'gpt2'?",
+        "The presets are gpt2,",
+        "MODEL is",
+    )

@@ -71,14 +71,14 @@ def answers(installed: Path) -> dict[str, str]:
 import json, sys
 sys.modules['transformers'] = None
 import autotp
-from autotp.cost.machine import machine_names
-from autotp.model_source import preset_names, presets_root
+from autotp.cost.machine import list_machines
+from autotp.model_source import find_presets, list_presets
 from autotp.oprules import rulebook
 print(json.dumps({
     'plan': autotp.plan.__name__,
-    'rules': f'{rulebook.root()} {len(rulebook.load().rows) > 40}',
-    'machines': ' '.join(machine_names(rulebook.root())),
-    'presets': ' '.join([str(presets_root()), *preset_names()]),
+    'rules': f'{rulebook.find_rules_root()} {len(rulebook.load_rulebook().rows) > 40}',
+    'machines': ' '.join(list_machines(rulebook.find_rules_root())),
+    'presets': ' '.join([str(find_presets()), *list_presets()]),
 }))
 """
     found: dict[str, str] = json.loads(_answer(installed, code))

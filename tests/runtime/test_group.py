@@ -152,8 +152,8 @@ def test_torchrun_starts_the_world() -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = (
-        "from autotp.runtime.group.process_group import resolve\n"
-        "g = resolve(None)\nprint(g.size, g.rank, g.device)"
+        "from autotp.runtime.group.process_group import resolve_group\n"
+        "g = resolve_group(None)\nprint(g.size, g.rank, g.device)"
     )
     settings = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [_started(script, {**settings, "RANK": str(rank)}) for rank in range(2)]

@@ -274,7 +274,9 @@ def test_wrong_calls_say_what_is_wrong() -> None:
         tree(ids, ids=ids)
     with pytest.raises(CaptureError, match="2 positional arguments, but its forward takes 1"):
         tree(ids, ids)
-    with pytest.raises(CaptureError, match="the input 'ids' is a object; a graph takes tensors"):
+    with pytest.raises(
+        CaptureError, match="the input 'ids' is of type object. A graph takes tensors"
+    ):
         tree(object())
 
 

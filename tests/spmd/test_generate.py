@@ -189,6 +189,6 @@ def test_of_the_whole_models_cache_each_rank_takes_its_part(pool: Pools) -> None
         expected = continued(model, kept_by(model))
     for rank, (longer, (odd, graded)) in enumerate(pool(2).run(told_foreign)):
         assert expected == longer
-        assert "layers.0.keys has 3 at dim 1, of 4 in all" in odd
-        assert f"rank {rank} of 2 holds 2" in odd
+        assert "layers.0.keys has size 3 at dim 1; the full size is 4" in odd
+        assert f"rank {rank} of 2 has 2" in odd
         assert "requires grad" in graded

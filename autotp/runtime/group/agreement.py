@@ -34,7 +34,7 @@ def require_agreement(group: Group, text: str, what: str) -> None:
     raise PlanError(
         f"{what} is not the same on all {group.size} ranks: {group.size - len(odd)} have the hash "
         f"{common.hex()[:12]}, but ranks {odd} have {', '.join(found[r].hex()[:12] for r in odd)}. "
-        "Give every rank the same model, options and library versions, or one plan with plan="
+        "Give every rank the same model, options and library versions, or one plan with plan=."
     )
 
 

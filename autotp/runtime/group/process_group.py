@@ -181,7 +181,7 @@ def _read_timeout(timeout: object) -> timedelta | None:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
         raise PlanError(
             f"timeout is {timeout!r}. Give a positive number of seconds, a timedelta, or None for "
-            "the group's own timeout"
+            "the group's own timeout."
         )
     return timedelta(seconds=seconds)
 
@@ -204,17 +204,17 @@ def _check_exclusive(**given: object) -> None:
     names = [f"{name}=" for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise PlanError(
-            f"{len(names)} groups are given, by {' and '.join(names)}. Give only one of them"
+            f"{len(names)} groups are given, by {' and '.join(names)}. Give only one of them."
         )
 
 
 def _imagine_group(tp: int | None, rank: int) -> Group:
     if tp is None:
         raise PlanError(
-            f"rank is {rank}, but there is no group that determines tp. Give tp= as well"
+            f"rank is {rank}, but there is no group that determines tp. Give tp= as well."
         )
     if isinstance(rank, bool) or not 0 <= rank < tp:
-        raise PlanError(f"rank is {rank!r}. With tp {tp}, give an integer from 0 to {tp - 1}")
+        raise PlanError(f"rank is {rank!r}. With tp {tp}, give an integer from 0 to {tp - 1}.")
     return Group("tp", tp, rank, torch.device("cpu"))
 
 
@@ -225,7 +225,7 @@ def _find_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if "tp" not in names:
         raise PlanError(
             f"the mesh of shape {tuple(mesh.shape)} has the dims {list(names)}, none of which is "
-            'called "tp". Give one of them that name, or pass one dim of the mesh, mesh["…"]'
+            'called "tp". Give one of them that name, or pass one dim of the mesh, mesh["…"].'
         )
     return mesh.get_group("tp")
 
@@ -234,7 +234,7 @@ def _describe_group(group: dist.ProcessGroup | None, tp: int | None) -> Group:
     if not isinstance(group, dist.ProcessGroup):
         raise PlanError(
             f"world rank {dist.get_rank()} of {dist.get_world_size()} is not a member of the given "
-            "group. Call autotp only on its members, each with its own group"
+            "group. Call autotp only on its members, each with its own group."
         )
     if tp is not None and tp != group.size():
         raise PlanError(

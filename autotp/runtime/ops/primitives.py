@@ -210,8 +210,8 @@ def _all_to_all(x: Tensor, wire: Wire, rank: int, ranks: int) -> Steps:
     at = cut.dim % x.dim()
     if at == to.dim % x.dim():
         raise PlanError(
-            f"dim {at} of {list(x.shape)} cannot be converted from {cut.split} to {to.split} by "
-            "one all-to-all, because both split it. Convert to R first and then to S"
+            f"an all-to-all of {list(x.shape)} cannot gather and shard the same dim {at}. "
+            "Gather it with an all-gather first, then shard the result."
         )
     pieces = [slice_block(x, to.dim, to.split, r, ranks) for r in range(ranks)]
     own = list(pieces[rank].shape)
