@@ -64,7 +64,7 @@ def test_weights_of_another_seed_are_named(pool: Pools) -> None:
         "WeightsError: up.weight: the unsharded weights are not the same on all 3"
     )
     assert "2 have the hash " in first
-    assert "but ranks [2] hold" in first
+    assert "but ranks [2] have" in first
     assert "Tensors that differ: 2 of 3 (up.weight, down.weight)" in first
     assert "the same seed before the model is built" in first
     assert ["", "", ""] == pool(3).run(with_other_weights, [1, 1, 1])
