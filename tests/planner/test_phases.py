@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -59,7 +59,12 @@ def posed(work: ModelCompiler, tp: int) -> list[PlannedPhase]:
 
 
 @pytest.mark.slow
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.filter_too_much],  # two problems rarely have equal levels
+)
 @given(problems(), problems(), st.integers(1, 5), st.data())
 def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
     one: Problem, two: Problem, calls: int, data: st.DataObject
@@ -88,7 +93,9 @@ def test_the_optimum_of_joined_phases_is_that_of_all_pairs_of_choices(
         assert best[0] > 0
     if solution is not None:
         first, second = split_solution(phases, solution)
-        apart = np.array(one.cost(first.choice)) + often * np.array(two.cost(second.choice))
+        apart = np.array(one.compute_cost(first.choice)) + often * np.array(
+            two.compute_cost(second.choice)
+        )
         assert best == solution.cost == tuple(apart.tolist())
         assert agree[first.choice[i], second.choice[j]]
 
@@ -124,7 +131,7 @@ def test_together_costs_no_more_than_weights_for_the_prompt_first(name: str, tp:
     again = Phase(then.problem, WORDS, frozenset(counted))
     apart = merge_phases([Phase(alone.problem), again], [])
 
-    cost = apart.cost((*first.solution.choice, *second.choice))
+    cost = apart.compute_cost((*first.solution.choice, *second.choice))
 
     index = LEVELS.index("index")  # an order among equals: domains of a plan followed are shorter
     assert together.cost[:index] <= cost[:index]
