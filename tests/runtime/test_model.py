@@ -287,9 +287,9 @@ def test_a_plan_without_training_refuses_gradients() -> None:
     assert not any(p.requires_grad for p in tree.parameters())
     with pytest.raises(PlanError, match=r"train\(\) was called, but the plan has no backward"):
         tree.train()
-    with pytest.raises(PlanError, match="the input 'ids' requires grad"):
+    with pytest.raises(PlanError, match="the input 'ids' requires a gradient"):
         tree(ids=torch.ones(1, 2, requires_grad=True))
-    with pytest.raises(PlanError, match="the input 'ids' requires grad"):
+    with pytest.raises(PlanError, match="the input 'ids' requires a gradient"):
         tree(ids={"nested": [torch.ones(1, 2, requires_grad=True)]})
     with pytest.raises(PlanError, match=r"requires_grad_\(\) was called"):
         tree.requires_grad_()
