@@ -92,11 +92,12 @@ def _find_node_faults(node: fx.Node) -> Iterator[str]:
         yield "nothing reads it, and it has no effect: a dead node"
     if node.op != "call_function":
         return
-    if "val" not in node.meta:
+    schema = node.target._schema if isinstance(node.target, OpOverload) else None  # pyright: ignore[reportPrivateUsage] torch has no public way
+    if "val" not in node.meta and (schema is None or schema.returns):
         yield 'has no meta["val"]'
     if isinstance(node.target, HigherOrderOperator):
         yield f"calls the region {node.target}, which a flat graph does not have"
-    if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:  # pyright: ignore[reportPrivateUsage] torch has no public way
+    if schema is not None and schema.is_mutable:
         yield f"{node.target} writes to its operands, in a graph that must be functional"
 
 

@@ -38,7 +38,10 @@ from autotp.verification import compare_ranks
 from tests import zoo
 from tests.benchmarks.coverage_report import report
 
-STAGES = ("capture", "analyse", "match", "pose", "solve", "rewrite", "account", "check", "outline")
+STAGES = (  # as autotp.compiler names them
+    "capture", "propagate", "match", "formulate", "solve", "rewrite", "check_types", "summarise",
+    "outline",
+)  # fmt: skip
 ROOT = Path(__file__).parents[2]
 SHORT = 1500  # characters of a reason
 Rows: TypeAlias = Callable[..., Iterator[dict[str, Any]]]

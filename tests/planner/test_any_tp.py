@@ -85,7 +85,7 @@ def test_heads_that_a_factored_group_would_share_are_not_called_too_few() -> Non
     plan = autotp.plan(model, 4, example_inputs=inputs, shard_threshold=1.0)
     record = plan.parameters["model.layers.0.self_attn.k_proj.weight"]
 
-    assert record.reason.startswith(f"its {record.bytes} bytes are below the threshold")
+    assert record.reason.startswith(f"its {record.bytes:,} bytes are below the shard threshold")
 
 
 @pytest.mark.slow

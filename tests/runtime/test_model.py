@@ -239,7 +239,7 @@ def test_a_broken_guard_asks_for_another_variant() -> None:
     tree.prepare(ids[:, :5])
 
     assert ["ids · eval"] == list(tree.plans)
-    with pytest.raises(CaptureError, match="Capturing at these sizes gave no graph for them"):
+    with pytest.raises(CaptureError, match="captured at these sizes has guards that exclude them"):
         tree.prepare(torch.cat([ids, ids], 1))
     assert ["ids · eval", "ids · eval (2)"] == list(tree.plans)
 

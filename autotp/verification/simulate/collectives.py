@@ -8,7 +8,7 @@ Ranks that request different collectives are an error: processes would hang.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,23 +77,26 @@ class Lockstep:
         xs = [message.x for message in messages]
         if collective == "all_to_all":
             return _exchange_rows(messages)
-        _check_alike(xs)
+        groups = dict.fromkeys(self.peers or [Peers(0, self.size, 1)])
+        for peers in groups:
+            _check_alike([xs[rank] for rank in peers.ranks])
         match collective:
             case "all_reduce":
-                return self._sum_peers(xs)
+                return _sum_peers(xs, groups)
             case "all_gather":
                 rows = torch.cat(xs)
                 return [rows, *(rows.clone() for _ in xs[1:])]
             case "reduce_scatter":
                 return [row.clone() for row in _sum_tensors(xs).chunk(self.size)]
 
-    def _sum_peers(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        sums = list(xs)
-        for peers in dict.fromkeys(self.peers or [Peers(0, self.size, 1)]):
-            total = _sum_tensors([xs[rank] for rank in peers.ranks])
-            for rank in peers.ranks:
-                sums[rank] = total if rank == peers.first else total.clone()
-        return sums
+
+def _sum_peers(xs: Sequence[Tensor], groups: Iterable[Peers]) -> list[Tensor]:
+    sums = list(xs)
+    for peers in groups:
+        total = _sum_tensors([xs[rank] for rank in peers.ranks])
+        for rank in peers.ranks:
+            sums[rank] = total if rank == peers.first else total.clone()
+    return sums
 
 
 def _sum_tensors(xs: Sequence[Tensor]) -> Tensor:
