@@ -5,8 +5,8 @@
                                                                  # all but the capture 25 s
 
 The baseline runs first, in the same process: a plain `torch.export.export` of the same model on
-meta with the same inputs and dynamic sizes. Figures are CPU seconds (the machine may be busy); peak memory is
-the process's high-water mark after each stage, so it only ever grows.
+meta with the same inputs and dynamic sizes. Figures are CPU seconds (the machine may be busy); peak
+memory is the process's high-water mark after each stage, so it only ever grows.
 """
 
 import argparse
