@@ -74,9 +74,9 @@ def _flow_rows(problem: Problem, first: np.ndarray, columns: int) -> tuple[csr_a
 
 
 @st.composite
-def problems(draw: st.DrawFn, largest: int = 6) -> Problem:
+def problems(draw: st.DrawFn, largest: int = 6, levels: int = 0) -> Problem:
     """Small problems: ties, zero costs, forbidden entries, loops, parallel edges, islands."""
-    levels = draw(st.integers(1, 4))
+    levels = levels or draw(st.integers(1, 4))
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=7))
     ends = st.integers(0, len(sizes) - 1)
     links = draw(st.lists(st.tuples(ends, ends), max_size=10))
