@@ -21,6 +21,7 @@ from tests.proven import Captured
 ONE = {"num_hidden_layers": 1}
 
 
+@pytest.mark.slow
 def test_a_model_without_values_is_planned_and_shaped_but_not_verified() -> None:
     model, inputs = build("llama", **ONE)
     expected = autotp.plan(model, 3, example_inputs=inputs)

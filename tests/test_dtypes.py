@@ -19,11 +19,13 @@ SAME = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "model_type", "mode"), SAME.values(), ids=SAME)
 def test_plans_are_the_same_in_both_dtypes(task: str, model_type: str, mode: str) -> None:
     assert Compared() == compare(model_type, task, training=mode == "training")
 
 
+@pytest.mark.slow
 def test_logits_that_become_float32_are_gathered_before() -> None:
     found = compare("dory", "causal-lm", training=True)
 

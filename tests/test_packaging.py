@@ -85,10 +85,12 @@ print(json.dumps({
     return found
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_finds_its_rules(installed: Path, answers: dict[str, str]) -> None:
     assert f"{installed}/autotp/rules True" == answers["rules"]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
     code = "from autotp.cli.main import main; main(['rules', 'check', '--op', 'aten.mm.default'])"
 

@@ -132,6 +132,7 @@ def _files(plan: autotp.Plan) -> list[str]:
     return list(files)
 
 
+@pytest.mark.slow
 def test_from_pretrained_reads_rules_too(write: Writer, tmp_path: Path) -> None:
     model: Any = build("llama", num_hidden_layers=1)[0]
     model.save_pretrained(tmp_path / "model")

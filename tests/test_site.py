@@ -34,6 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_every_page_is_built(site: Path) -> None:
     pages = sorted((ROOT / "docs").rglob("*.md"))
     built = [site / page.relative_to(ROOT / "docs").with_suffix("") for page in pages]
@@ -62,6 +63,7 @@ def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     page, configuration = tmp_path / "docs" / "index.md", tmp_path / "mkdocs.yml"
     page.parent.mkdir()

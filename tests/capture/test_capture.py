@@ -387,6 +387,7 @@ class Joins(nn.Module):
         return torch.cat([x, x[:, :, :1]], 1)  # sizes that no tensor can have: torch logs it
 
 
+@pytest.mark.slow
 def test_what_torch_logs_of_a_failure_is_seen_only_on_demand(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_linear_layer_of_a_slice_takes_it_in_one_piece() -> None:
     assert torch.ops.aten.slice.Tensor is taken.all_input_nodes[0].target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("function", READ.values(), ids=READ)
 def test_what_gives_a_dtype_only_is_not_read(

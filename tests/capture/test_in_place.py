@@ -151,6 +151,7 @@ def proven(write: Callable[[Written, Tensor], Tensor], *, mode: bool) -> Evidenc
     return autotp.verify(model, 2, example_inputs=inputs, training=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", RIGHT)
 def test_what_writes_to_memory_of_its_own_equals_the_whole_model(
     write: Callable[[Written, Tensor], Tensor],

@@ -80,6 +80,7 @@ def make_conversion(run: Run) -> tuple[Running, dict[str, Tensor]]:
     return Running(run), {"x": torch.randn(2, 5, 16)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS)
 def test_random_plans_of_a_reviewed_model_equal_it(run: Run) -> None:
     model, inputs = make_conversion(run)

@@ -42,6 +42,7 @@ def regression(model: Running, x: Tensor) -> Tensor:
     return nn.functional.mse_loss(model.down(model.up(x).relu()), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "run"), [(Frozen, normed), (Running, without_gradient), (Running, regression)]
 )

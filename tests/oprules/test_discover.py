@@ -239,6 +239,7 @@ class Block(nn.Module):
         return x + self.down(OPS["gated"](self.gate(y), self.up(y)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3, 8])
 def test_a_model_of_opaque_ops_is_split_and_right(tp: int) -> None:
     torch.manual_seed(0)

@@ -179,6 +179,7 @@ def shares(found: Analysed, layer: str) -> list[bool]:
     return [heads in found.leaves(names[p], p == "o") for p in "qkvo"]
 
 
+@pytest.mark.slow
 def test_the_heads_of_a_layer_are_one_axis_and_of_two_layers_two() -> None:
     found = family("llama")
     first, second = (found.pair(f"model.layers.{n}.self_attn.q_proj.weight").axes for n in (0, 1))

@@ -125,11 +125,13 @@ def weights(found: set[Pair]) -> set[Pair]:
     return {(role, plain(openers), plain(closers)) for role, openers, closers in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_each_layer_has_its_pairs(name: str) -> None:
     assert expected(name) == weights(pairs(family(name)))
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_bias_table_share_their_heads() -> None:
     found = pairs(family("t5"))
     attention = {

@@ -102,6 +102,7 @@ def test_a_layer_runs_one_all_reduce_a_pair(name: str, tp: int, training: bool) 
     assert expected_layers(name, layers, training=training) == by_layer(plan)
 
 
+@pytest.mark.slow
 def test_parallel_residuals_share_one_bucket_of_partial_gradients() -> None:
     plan = working("gpt_neox", training=True, layers=2).compile(2, "tp").plan
     partial = {n for n, record in plan.parameters.items() if record.gradient_partial}

@@ -112,6 +112,7 @@ REAL: list[tuple[str, Callable[[], tuple[nn.Module, dict[str, Any]]], dict[str, 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build", "options"), [r[1:] for r in REAL], ids=[r[0] for r in REAL])
 def test_no_stage_of_a_real_model_has_a_fault(
     build: Callable[[], tuple[nn.Module, dict[str, Any]]], options: dict[str, Any]

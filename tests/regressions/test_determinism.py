@@ -101,6 +101,7 @@ def test_a_plan_comes_back_from_json_as_it_was(made: tuple[str, Plan]) -> None:
     assert plan.hash == read.hash
 
 
+@pytest.mark.slow
 def test_one_rank_is_legal_and_runs_no_collective() -> None:
     model, inputs = build("llama", **MODELS["llama"])
     sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)
@@ -113,6 +114,7 @@ def test_one_rank_is_legal_and_runs_no_collective() -> None:
     assert all(record.dim is None for record in sharded.plan.parameters.values())
 
 
+@pytest.mark.slow
 def test_one_rank_has_the_whole_models_gradients() -> None:
     model, inputs = build("hand", layers=1)
     sharded = autotp.parallelize(model, 1, example_inputs=inputs, training=True)

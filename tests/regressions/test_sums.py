@@ -107,6 +107,7 @@ def test_narrow_models_are_proved(dtype: torch.dtype, reduce_dtype: str | None) 
     assert found.ok, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_parts_are_rounded_once_and_not_at_every_step(training: bool) -> None:
     """Of eight ranks' parts in bfloat16: added in float32 they round once, to the nearest."""

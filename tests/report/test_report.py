@@ -293,6 +293,7 @@ def test_every_collective_is_filed_under_the_pair_that_makes_it_necessary(tied: 
     } == found
 
 
+@pytest.mark.slow
 def test_a_collective_inside_a_module_of_several_ops_names_its_op(tied: Plan) -> None:
     places = {record.where for record in tied.collectives}
 

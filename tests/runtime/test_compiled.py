@@ -94,6 +94,7 @@ def test_compile_captures_what_comes_and_chooses_the_shorter_graph() -> None:
     assert [True, False] == attentions
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_copied_with_its_own_parameters() -> None:
     torch.manual_seed(0)
     model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), torch.randn(2, 8)

@@ -46,6 +46,7 @@ def run_together(world: int, training: bool) -> list[tuple[Tensor, dict[str, Ten
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_outputs_gradients_and_counts_are_those_of_processes(pool: Pools, training: bool) -> None:
     """Bit for bit: of two summands the order does not matter."""

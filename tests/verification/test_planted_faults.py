@@ -232,6 +232,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
 def test_an_untouched_graph_is_right(name: str) -> None:
     one = made(name)
