@@ -1,14 +1,13 @@
 """Files that appear only when they are complete: written under another name, then renamed."""
 
 import fcntl
-import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,11 +17,13 @@ from autotp.errors import WeightsError
 
 __all__ = [
     "METADATA",
-    "SafetensorsWriter",
+    "append_tensor",
+    "begin_file",
     "check_space",
     "open_draft",
     "publish_files",
     "report_write_errors",
+    "write_text",
 ]
 
 METADATA: Final = {"format": "pt"}
@@ -30,75 +31,25 @@ _BLOCK: Final = 4 << 20
 _DRAFT: Final = ".saving-"
 
 
-class SafetensorsWriter:
-    """A safetensors file that is written tensor by tensor, in the order of its `entries`.
+def begin_file(path: Path, entries: Sequence[Entry]) -> None:
+    """Write the header of a safetensors file with these entries; the tensors are appended."""
+    with report_write_errors(path):
+        path.write_bytes(encode_header(entries, METADATA))
 
-    It has another name until `finish`. With `resume`, a partial file with the same header is
-    continued after its last complete tensor.
-    """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], *, resume: bool = False) -> None:
-        self.path, self.entries = path, list(entries)
-        self._part = path.with_name(f"{path.name}.part")
-        self._header = encode_header(entries, METADATA)
-        self._hash = hashlib.sha256()
-        self.done = 0
-        with report_write_errors(self._part):
-            self._file: BinaryIO = self._part.open("r+b" if self._can_resume(resume) else "w+b")
-            if self._file.seek(0, os.SEEK_END):
-                self._resume()
-            else:
-                self._put(self._header)
+def write_text(path: Path, text: str) -> None:
+    """Write a small file."""
+    with report_write_errors(path):
+        path.write_text(text, encoding="utf-8")
 
-    def write(self, tensor: Tensor) -> None:
-        """Write the next tensor, which must have the shape and dtype of the next entry."""
-        entry = self.entries[self.done]
-        assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
-        with report_write_errors(self.path, f"tensor {entry.name}"):
-            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-            for start in range(0, len(data), _BLOCK):
-                self._put(data[start : start + _BLOCK])
-            self._file.flush()
-        self.done += 1
 
-    def finish(self) -> tuple[int, str]:
-        """Rename the complete file; return its size and SHA-256."""
-        assert self.done == len(self.entries), f"{self.done} of {len(self.entries)} tensors"
-        with report_write_errors(self.path):
-            size = self._file.tell()
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._part.replace(self.path)
-        return size, self._hash.hexdigest()
-
-    def close(self) -> None:
-        """Close the file; a partial one stays under its other name."""
-        self._file.close()
-
-    def _can_resume(self, resume: bool) -> bool:
-        if not resume or not self._part.is_file():
-            return False
-        with self._part.open("rb") as file:
-            return file.read(len(self._header)) == self._header
-
-    def _resume(self) -> None:
-        """Truncate the file after its last complete tensor, and hash its content."""
-        begin, size = len(self._header), self._file.tell()
-        complete = [entry for entry in self.entries if begin + entry.stop <= size]
-        stop = begin + max((entry.stop for entry in complete), default=0)
-        self.done = len(complete)
-        self._file.truncate(stop)
-        self._file.seek(0)
-        left = stop
-        while left:
-            block = self._file.read(min(left, _BLOCK))
-            self._hash.update(block)
-            left -= len(block)
-
-    def _put(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
+def append_tensor(path: Path, entry: Entry, tensor: Tensor) -> None:
+    """Append the tensor of the next entry of a safetensors file."""
+    assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry.name
+    with report_write_errors(path, f"tensor {entry.name}"), path.open("ab") as file:
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        for start in range(0, len(data), _BLOCK):
+            file.write(data[start : start + _BLOCK])
 
 
 @contextmanager
@@ -152,6 +103,8 @@ def publish_files(inner: Path, last: str = "") -> None:
             )
     for file in files:
         with report_write_errors(inner.parent / file.name):
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
             file.replace(inner.parent / file.name)
 
 

@@ -1,7 +1,6 @@
 """Gather a sharded model, tensor by tensor, into files of rank 0 or into memory."""
 
 import copy
-import json
 import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from autotp.checkpoint.atomic_write import (
-    SafetensorsWriter,
     check_space,
     open_draft,
     publish_files,
     report_write_errors,
 )
+from autotp.checkpoint.directory import INDEX
 from autotp.checkpoint.save_map import SaveMap, map_saved_files
 from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
@@ -55,11 +54,17 @@ class GroupStore:
                 if first:
                     check_space(directory, plan.bytes)
                     inner = stack.enter_context(open_draft(directory))
-            self._write(model, plan, inner)
+            records, state = index_records(model), model.state_dict()
+
+            def fetch(name: str) -> Tensor:
+                tensor = gather_tensor(where, state[name], records.get(name), to_all=False)
+                return state[name] if tensor is None else tensor
+
+            plan.write(inner, fetch, lambda: fail_together(where))
             with fail_together(where):
                 if inner is not None:
                     write_configs(full, inner, plan)
-                    publish_files(inner, plan.index_name)
+                    publish_files(inner, INDEX)
                     remove_stale_files(directory, plan)
 
     def state_dict(self, model: ShardedModel, *, rank0_only: bool) -> dict[str, Tensor]:
@@ -70,30 +75,6 @@ class GroupStore:
             if full is not None:
                 found[name] = full
         return found
-
-    def _write(self, model: ShardedModel, plan: SaveMap, inner: Path | None) -> None:
-        """Write all weights into a directory, on rank 0; the other ranks send their shards."""
-        records, state = index_records(model), model.state_dict()
-        full: dict[str, Tensor] = {}
-        done = plan.find_last_uses()
-        for name, entries in plan.files.items():
-            with fail_together(self._where):
-                writer = SafetensorsWriter(inner / name, entries) if inner else None
-            for entry in entries:
-                for key in plan.list_needed(entry.name):
-                    if key not in full:
-                        tensor = gather_tensor(
-                            self._where, state[key], records.get(key), to_all=False
-                        )
-                        full[key] = state[key] if tensor is None else tensor
-                with fail_together(self._where):
-                    if writer is not None:
-                        writer.write(plan.build_tensor(entry.name, full))
-                for key in done.get(entry.name, ()):
-                    del full[key]
-            with fail_together(self._where):
-                if writer is not None:
-                    writer.finish()
 
 
 def index_records(model: ShardedModel) -> dict[str, ParameterRecord]:
@@ -129,9 +110,7 @@ def write_configs(full: nn.Module, directory: Path, plan: SaveMap) -> None:
             config.save_pretrained(directory)
             if model.can_generate():
                 model.generation_config.save_pretrained(directory)
-            if plan.index:
-                text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
-                (directory / plan.index_name).write_text(text, encoding="utf-8")
+            plan.write_index(directory)
     finally:
         config.dtype, config.architectures = previous
 
@@ -140,8 +119,8 @@ def remove_stale_files(directory: Path, plan: SaveMap) -> None:
     """Remove the weights of an earlier save that this one did not replace."""
     numbered: Callable[[str], object] = re.compile(r"model-\d{5}-of-\d{5}\.safetensors").fullmatch
     for path in directory.iterdir():
-        single = path.name in ("model.safetensors", plan.index_name) and (
-            path.name not in plan.files and not (path.name == plan.index_name and plan.index)
+        single = path.name in ("model.safetensors", INDEX) and (
+            path.name not in plan.files and not (path.name == INDEX and plan.index)
         )
         if single or (numbered(path.name) and path.name not in plan.files):
             path.unlink()

@@ -5,13 +5,17 @@ conversions of loading are reversed, tied weights are left out, and files are fi
 """
 
 import importlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from autotp.checkpoint.atomic_write import append_tensor, begin_file, write_text
 from autotp.checkpoint.directory import INDEX
 from autotp.checkpoint.recipe import Recipes
 from autotp.checkpoint.safetensors_format import Entry, lay_out_tensors
@@ -36,20 +40,48 @@ class SaveMap:
     _recipes: Recipes
 
     @property
-    def index_name(self) -> str:
-        """The name of the index file."""
-        return INDEX
-
-    @property
     def bytes(self) -> int:
         """The bytes of all tensors."""
         return sum(e.stop - e.start for entries in self.files.values() for e in entries)
 
-    def list_needed(self, key: str) -> list[str]:
+    def write(
+        self,
+        directory: Path | None,
+        fetch: Callable[[str], Tensor],
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Write all files into `directory`, one tensor in memory at a time.
+
+        - `directory`: None on the ranks that only take part in `fetch`.
+        - `fetch`: the full tensor of a parameter or buffer of the model, by name.
+        - `together`: entered around each step that may fail on one rank alone.
+        """
+        full: dict[str, Tensor] = {}
+        done = self._find_last_uses()
+        for name, entries in self.files.items():
+            with together():
+                if directory is not None:
+                    begin_file(directory / name, entries)
+            for entry in entries:
+                for key in self._list_needed(entry.name):
+                    if key not in full:
+                        full[key] = fetch(key)
+                with together():
+                    if directory is not None:
+                        append_tensor(directory / name, entry, self._build_tensor(entry.name, full))
+                for key in done.get(entry.name, ()):
+                    del full[key]
+
+    def write_index(self, directory: Path) -> None:
+        """Write the index, if there are several files."""
+        if self.index:
+            write_text(directory / INDEX, json.dumps(self.index, indent=2, sort_keys=True) + "\n")
+
+    def _list_needed(self, key: str) -> list[str]:
         """List the parameters and buffers of the model that a saved tensor is computed from."""
         return self._recipes.list_leaves(self._tensors[key])
 
-    def build_tensor(self, key: str, full: Mapping[str, Tensor]) -> Tensor:
+    def _build_tensor(self, key: str, full: Mapping[str, Tensor]) -> Tensor:
         """Compute a saved tensor from the full tensors that it needs."""
 
         def read_leaf(name: str, box: Box) -> Tensor:
@@ -60,17 +92,16 @@ class SaveMap:
         self._recipes.forget()
         return result
 
-    def find_last_uses(self) -> dict[str, list[str]]:
+    def _find_last_uses(self) -> dict[str, list[str]]:
         """Find, by the key of each saved tensor, the model's tensors that are not used after it."""
         last: dict[str, str] = {}
         for entries in self.files.values():
             for entry in entries:
-                last.update(dict.fromkeys(self.list_needed(entry.name), entry.name))
+                last.update(dict.fromkeys(self._list_needed(entry.name), entry.name))
         uses: dict[str, list[str]] = {}
         for name, key in last.items():
             uses.setdefault(key, []).append(name)
         return uses
-        return sum(e.stop - e.start for entries in self.files.values() for e in entries)
 
 
 def map_saved_files(full: nn.Module, max_shard_size: int | str) -> SaveMap:

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ from torch import nn
 from transformers import BertConfig, BertModel
 
 import autotp
-from autotp.checkpoint.atomic_write import METADATA, SafetensorsWriter
+from autotp.checkpoint import save_map
+from autotp.checkpoint.atomic_write import METADATA, append_tensor, begin_file
 from autotp.checkpoint.directory import Checkpoint
 from autotp.checkpoint.empty_model import fill_buffers
 from autotp.checkpoint.recipe import Recipes
-from autotp.checkpoint.safetensors_format import DTYPES, encode_header, lay_out_tensors
+from autotp.checkpoint.safetensors_format import DTYPES, Entry, encode_header, lay_out_tensors
 from autotp.checkpoint.stored_tensor import fill_tensor, make_full_box, measure_box
 from autotp.cli import main as cli
 from autotp.cli import shard_merge
@@ -49,10 +49,9 @@ def test_what_is_written_is_what_safetensors_writes(tmp_path: Path) -> None:
     tensors = sample()
     save_file(tensors, tmp_path / "theirs.safetensors", metadata=METADATA)
     entries = lay_out_tensors((n, t.dtype, tuple(t.shape)) for n, t in tensors.items())
-    writer = SafetensorsWriter(tmp_path / "ours.safetensors", entries)
+    begin_file(tmp_path / "ours.safetensors", entries)
     for entry in entries:
-        writer.write(tensors[entry.name])
-    writer.finish()
+        append_tensor(tmp_path / "ours.safetensors", entry, tensors[entry.name])
     ours, theirs = (tmp_path / f"{who}.safetensors" for who in ("ours", "theirs"))
 
     assert theirs.read_bytes() == ours.read_bytes()
@@ -361,59 +360,54 @@ class Killed(BaseException):
     """Ends a conversion."""
 
 
-def killed_after(count: int, monkeypatch: pytest.MonkeyPatch, run: Callable[[], object]) -> None:
-    """Run a conversion that ends after `count` tensors."""
-    write, written = SafetensorsWriter.write, 0  # the method, and how often it was called
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["shard", "merge"])
+def test_files_appear_when_all_are_complete(
+    command: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    runs = {
+        "shard": (parts, shard_merge, lambda: shard_merge.shard_checkpoint(llama, parts, 2)),
+        "merge": (whole, save_map, lambda: shard_merge.merge_checkpoint(parts, whole)),
+    }
+    if command == "merge":
+        runs["shard"][2]()
+    target, module, run = runs[command]
+    written = 0
 
-    def once(self: SafetensorsWriter, tensor: torch.Tensor) -> None:
+    def killed(path: Path, entry: Entry, tensor: torch.Tensor) -> None:
         nonlocal written
-        if written == count:
-            raise Killed
         written += 1
-        write(self, tensor)
+        if written == 20:
+            raise Killed
+        append_tensor(path, entry, tensor)
 
-    monkeypatch.setattr(SafetensorsWriter, "write", once)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "append_tensor", killed)
+        with pytest.raises(Killed):
+            run()
+    assert not target.exists()
+
+    left = target / ".saving-by-a-process-that-was-killed"
+    left.mkdir(parents=True)
+    run()
+    assert not left.exists()
+    with pytest.raises(PlanError, match=r"has \d files of weights already"):
         run()
-    monkeypatch.setattr(SafetensorsWriter, "write", write)
 
 
 @pytest.mark.slow
-def test_a_conversion_resumes_where_it_was_interrupted(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    straight, parts, whole = (tmp_path / name for name in ("straight", "parts", "whole"))
-    shard_merge.shard_checkpoint(llama, straight, 2)
-    killed_after(
-        30, monkeypatch, lambda: shard_merge.shard_checkpoint(llama, parts, 2)
-    )  # in the second file
-    begun = next(parts.glob("rank*.part"))
-    with begun.open("ab") as file:
-        file.write(b"half a tensor")
-    done = (parts / "rank-00000-of-00002.safetensors").stat().st_mtime_ns
-
-    assert not (parts / "shards.json").exists()
-
-    shard_merge.shard_checkpoint(llama, parts, 2)
-
-    assert done == (parts / "rank-00000-of-00002.safetensors").stat().st_mtime_ns
-    assert {p.name: p.read_bytes() for p in straight.iterdir()} == {
-        p.name: p.read_bytes() for p in parts.iterdir()
-    }
-
-    killed_after(5, monkeypatch, lambda: shard_merge.merge_checkpoint(parts, whole))
-    shard_merge.merge_checkpoint(parts, whole)
-
-    assert (llama / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-
-    # a file that was changed is written again; another conversion is not overwritten
-    (parts / "rank-00001-of-00002.safetensors").write_bytes(b"")
-    with pytest.raises(WeightsError, match="has 0 bytes, but .* bytes were written"):
-        autotp.from_pretrained(parts, 2, rank=1)
-    shard_merge.shard_checkpoint(llama, parts, 2)
-    autotp.from_pretrained(parts, 2, rank=1)
-    with pytest.raises(PlanError, match="for tp 2 of another conversion"):
-        shard_merge.shard_checkpoint(llama, parts, 4)
+def test_a_file_that_is_truncated_or_missing_is_refused(llama: Path, tmp_path: Path) -> None:
+    shard_merge.shard_checkpoint(llama, tmp_path / "parts", 2)
+    file = tmp_path / "parts" / "rank-00001-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(WeightsError, match=r"rank-00001-of-00002.safetensors: has \d+ bytes, but"):
+        autotp.from_pretrained(tmp_path / "parts", 2, rank=1)
+    with pytest.raises(WeightsError, match=r"rank-00001-of-00002.safetensors: has \d+ bytes, but"):
+        shard_merge.merge_checkpoint(tmp_path / "parts", tmp_path / "whole")
+    file.unlink()
+    with pytest.raises(WeightsError, match="does not exist, but has the shards of rank 1"):
+        autotp.from_pretrained(tmp_path / "parts", 2, rank=1)
 
 
 def test_a_header_is_padded_as_the_library_does() -> None:

@@ -188,13 +188,6 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "sharded"
 
 
-def _flipped(directory: Path) -> None:
-    path = directory / "rank-00001-of-00003.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-9] ^= 64
-    path.write_bytes(data)
-
-
 def _truncated(directory: Path) -> None:
     path = directory / "shards.json"
     path.write_text(path.read_text()[:-9])
@@ -216,18 +209,16 @@ def _noted(**fields: object) -> Callable[[Path], object]:
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        (_flipped, r"rank-00001-of-00003\.safetensors: differs from the file of \d+ bytes"),
         (_configured(num_hidden_layers=1), "parameters are not the 12 of Llama"),
         (_configured(intermediate_size=32), "parameters are not the 21 of Lla"),
         (
             _noted(dtype="odd"),
-            r"is not a manifest of shards \(ValueError\('odd'\)\). Remove this file",
+            r"is not a manifest of shards \(ValueError\('odd'\)\). Run `autotp shard` again",
         ),
         (
             _truncated,
-            r"shards\.json: cannot be read: .*\. Remove this file, then run `autotp shard`",
+            r"shards\.json: cannot be read: .*\. Run `autotp shard` again",
         ),
-        (_noted(files={}), r"rank-00000-of-00003\.safetensors is not in it"),
     ],
 )
 def test_shards_are_merged_as_they_were_written_or_not_at_all(
@@ -242,20 +233,6 @@ def test_shards_are_merged_as_they_were_written_or_not_at_all(
 
 
 @pytest.mark.slow
-def test_a_note_of_progress_that_is_damaged_is_to_be_removed(sharded: Path, tmp_path: Path) -> None:
-    begun = tmp_path / "begun"
-    begun.mkdir()
-    note = begun / "shards.json.part"
-    note.write_text('{"job": ')
-    with pytest.raises(WeightsError, match="Remove this file, then run the command again"):
-        shard_merge.shard_checkpoint(sharded.parent / "source", begun, 3)
-    note.unlink()
-    shard_merge.shard_checkpoint(sharded.parent / "source", begun, 3)
-
-    assert (begun / "shards.json").is_file()
-
-
-@pytest.mark.slow
 def test_shards_are_of_one_dtype_and_in_another_directory(sharded: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="was sharded in float32, but dtype is 'bfloat16'"):
         autotp.from_pretrained(sharded, 3, rank=0, dtype="bfloat16")
@@ -264,6 +241,6 @@ def test_shards_are_of_one_dtype_and_in_another_directory(sharded: Path, tmp_pat
     shutil.copytree(sharded.parent / "source", pickled_at, dirs_exist_ok=True)
     pickled(pickled_at, load_file(pickled_at / "model.safetensors"))
     before = sorted(pickled_at.iterdir())
-    with pytest.raises(PlanError, match="is also the directory to read from"):
+    with pytest.raises(PlanError, match="files of weights already"):
         shard_merge.shard_checkpoint(pickled_at, pickled_at, 2)
     assert before == sorted(pickled_at.iterdir())
