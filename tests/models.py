@@ -66,6 +66,13 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 }
 SPECIAL_WORDS = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 HAND = "hand"
+ONE_LAYER: Mapping[str, Mapping[str, int]] = {
+    "bloom": {"n_layer": 1},
+    "gpt2": {"n_layer": 1},
+    "hand": {"layers": 1},
+    "t5": {"num_layers": 1, "num_decoder_layers": 1},
+}
+"""The sizes of one layer where they are not `num_hidden_layers`."""
 
 
 def names() -> tuple[str, ...]:

@@ -14,7 +14,7 @@ BATCH, WORDS, IMAGE = 2, 10, 500
 TEXT: Mapping[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": 512,
@@ -48,7 +48,13 @@ def gemma3() -> tuple[nn.Module, dict[str, Any]]:
     """A SigLIP tower, its 16 features pooled to 4 tokens; images look at themselves both ways."""
     config = transformers.Gemma3Config(
         vision_config={**VISION, "model_type": "siglip_vision_model"},
-        text_config={**TEXT, "head_dim": 8, "sliding_window": 8, "layer_types": KINDS},
+        text_config={
+            **TEXT,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": KINDS,
+        },
         image_token_index=IMAGE,
         mm_tokens_per_image=4,
     )
@@ -79,7 +85,7 @@ def idefics3() -> tuple[nn.Module, dict[str, Any]]:
 
 def qwen2_vl() -> tuple[nn.Module, dict[str, Any]]:
     """A tower over the patches of all images in one sequence; 16 of one are 4 tokens."""
-    tower = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 8}
+    tower = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "patch_size": 8}
     config = transformers.Qwen2VLConfig(**_grid(tower))
     return transformers.Qwen2VLForConditionalGeneration(config), _patched()
 
@@ -87,7 +93,7 @@ def qwen2_vl() -> tuple[nn.Module, dict[str, Any]]:
 def qwen3_vl() -> tuple[nn.Module, dict[str, Any]]:
     """As `qwen2_vl`, with features of the tower's layers added in the text model's."""
     tower = {
-        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4,
+        "depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4,
         "out_hidden_size": 64, "patch_size": 8, "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
     }  # fmt: skip
@@ -116,8 +122,8 @@ def whisper() -> tuple[nn.Module, dict[str, Any]]:
     """Sound in, words out: convolutions before an encoder, a decoder with cross attention."""
     config = transformers.WhisperConfig(
         d_model=64,
-        encoder_layers=2,
-        decoder_layers=2,
+        encoder_layers=1,
+        decoder_layers=1,
         encoder_attention_heads=8,
         decoder_attention_heads=8,
         encoder_ffn_dim=128,

@@ -86,12 +86,12 @@ def main() -> int:
     right = True
     if options.model != "llama":
         directory = str(fetch.model_directory("smollm2"))
-        inputs = real_models.prompts(directory)
+        inputs = real_models.tokenize_prompts(directory)
         right = compared("SmolLM2-135M-Instruct", directory, inputs, options.tp)
     if options.model != "smollm2":
         with tempfile.TemporaryDirectory(prefix="autotp-llama-") as folder:
             write(Path(folder), LARGE, torch.bfloat16)
-            words = real_models.random_words(10, 32)
+            words = real_models.make_random_tokens(10, 32)
             right = compared("a Llama of 669 MiB", folder, words, options.tp) and right
     return 0 if right else 1
 

@@ -65,18 +65,10 @@ def targets(program: Program) -> list[str]:
     return [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
 
 
-ONE_LAYER = {
-    "gpt2": {"n_layer": 1},
-    "bloom": {"n_layer": 1},
-    "t5": {"num_layers": 1, "num_decoder_layers": 1},
-}
-"""Enough where the number of layers has another name."""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in models.names() if n != models.HAND])
 def test_equals_the_model_with_left_padding_at_other_sizes(name: str) -> None:
-    model, inputs = models.build(name, **ONE_LAYER.get(name, {"num_hidden_layers": 1}))
+    model, inputs = models.build(name, **models.ONE_LAYER.get(name, {"num_hidden_layers": 1}))
     inputs["attention_mask"] = left_padded(inputs["input_ids"])
     program = capture(model, inputs)
 
@@ -91,7 +83,7 @@ def test_equals_the_model_with_left_padding_at_other_sizes(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_equals_the_model_with_eager_attention_and_labels(name: str) -> None:
-    model, inputs = models.build(name, attn="eager", **ONE_LAYER[name])
+    model, inputs = models.build(name, attn="eager", **models.ONE_LAYER[name])
     labels = inputs.get("decoder_input_ids", inputs["input_ids"]).clone()
     program = capture(model, inputs | {"labels": labels})
     call = sized(inputs, 3, 7)
@@ -147,7 +139,7 @@ def test_a_mask_of_rank_four() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
 def test_training_graphs_drop_out_and_differentiate_like_the_model(name: str) -> None:
-    model, inputs = models.build(name, **ONE_LAYER[name])
+    model, inputs = models.build(name, **models.ONE_LAYER[name])
     inputs["labels"] = inputs.pop("decoder_input_ids", inputs["input_ids"]).clone()
     program = capture(model.train(), inputs)  # T5 shifts its labels in place: torch functionalises
 
