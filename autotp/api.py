@@ -48,15 +48,6 @@ from autotp.verification.rules.check import require_valid_rules
 
 _ = _ops  # imported for what it registers: the ops that rewritten graphs hold
 
-__all__ = [
-    "attach_group_monitor",
-    "compile_on_all_ranks",
-    "dry_run",
-    "parallelize",
-    "plan",
-    "verify",
-]
-
 
 def plan(model: object, tp: int, **options: Unpack[Keywords]) -> Plan:
     """Plan how `model` would run over `tp` ranks; needs no device, process group or weights.

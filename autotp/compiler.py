@@ -75,8 +75,6 @@ from autotp.solver.problem import Problem, Solution
 from autotp.solver.solve import solve
 from autotp.stage_check import Stage, check_stage, is_switched_on
 
-__all__ = ["CompiledVariant", "ModelCompiler"]
-
 _LESS_REPLICATED = "Choose a smaller tp, or leave strict off to see the plan."
 
 

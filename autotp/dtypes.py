@@ -8,8 +8,6 @@ import torch
 
 from autotp.errors import PlanError
 
-__all__ = ["check_sums", "dtype_name", "choose_sum_dtype"]
-
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     """Name a dtype as plans do, without `torch.`, such as `bfloat16`."""

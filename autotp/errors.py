@@ -13,17 +13,6 @@ A message has three parts: where (node, module path, the model's source line), w
 with numbers), and what to do.
 """
 
-__all__ = [
-    "AutotpError",
-    "CaptureError",
-    "GroupError",
-    "PlanError",
-    "RuleError",
-    "UnknownOpError",
-    "VerifyError",
-    "WeightsError",
-]
-
 
 class AutotpError(Exception):
     """Any error that autotp raises on purpose."""

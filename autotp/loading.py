@@ -41,9 +41,6 @@ from autotp.runtime.group.exchange import fail_together, gather_texts
 from autotp.runtime.group.process_group import Group, resolve_group
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["from_pretrained", "open_checkpoint", "prepare_tensors", "find_stored_dtype"]
-
-
 _ADAPTER: Final = "adapter_config.json"
 _NO_HUB: Final = "Nothing is downloaded: give a directory, such as hf download writes."
 _ALL: Final = "Leave it out: each rank reads its slices directly into its parameters."

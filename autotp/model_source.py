@@ -22,16 +22,6 @@ from torch import nn
 
 from autotp.errors import PlanError
 
-__all__ = [
-    "read_config_fields",
-    "load_model",
-    "load_with_inputs",
-    "list_presets",
-    "find_presets",
-    "import_transformers",
-    "import_user_module",
-]
-
 _SPECS: Final = "a directory with config.json, package.module:factory, or a preset"
 _RESTORE: Final = "Restore the model's own config.json."
 _FACTORY_RESULT: Final = (

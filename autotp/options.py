@@ -21,16 +21,6 @@ from autotp.oprules import rulebook
 from autotp.oprules.rulebook import Rulebook
 from autotp.records.plan import Plan
 
-__all__ = [
-    "Keywords",
-    "Request",
-    "check_comparison",
-    "check_module",
-    "check_rank",
-    "check_ranks",
-    "read_request",
-]
-
 
 class Keywords(TypedDict, total=False):
     """The keywords as callers write them; `autotp.plan` describes each."""

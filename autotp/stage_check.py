@@ -12,8 +12,6 @@ from typing import Final, Literal, TypeAlias
 
 from autotp.errors import AutotpError, CaptureError, PlanError, RuleError
 
-__all__ = ["SWITCH", "Stage", "check_stage", "is_switched_on"]
-
 SWITCH: Final = "AUTOTP_CHECK_STAGES"
 """The environment variable that turns the check of every stage on if it is 1."""
 Stage: TypeAlias = Literal["capture", "propagate", "match", "formulate"]

@@ -28,8 +28,6 @@ from autotp.algebra.partition import Partition
 from autotp.algebra.size import ONE, Size, product
 from autotp.algebra.split import Extent, Segment, Split
 
-__all__ = ["Atom", "Dim", "Forest"]
-
 
 @dataclass(slots=True, eq=False)
 class Atom:

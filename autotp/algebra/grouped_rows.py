@@ -7,8 +7,6 @@ and all of their rows.
 
 from dataclasses import dataclass
 
-__all__ = ["Groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class Groups:

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property, total_ordering
 from typing import NamedTuple
 
-__all__ = ["UNCUT", "Offers", "Part", "Partition"]
-
 
 class Part(NamedTuple):
     """An axis in `parts` (0: one per rank), of which rank r has `r // stride % parts`."""

@@ -25,25 +25,6 @@ from typing import Literal, TypeAlias
 
 from autotp.algebra.partition import UNCUT, Part, Partition
 
-__all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "CONVERSIONS",
-    "CONVERSION_OPS",
-    "FUNCTIONAL",
-    "IDENTITY",
-    "PARTIAL",
-    "REPLICATED",
-    "SHARED",
-    "SUMS",
-    "Collective",
-    "Conversion",
-    "Kind",
-    "Placement",
-    "Primitive",
-    "split",
-]
-
 Kind: TypeAlias = Literal["R", "R~", "P", "S", "S~", "SS", "G"]
 
 

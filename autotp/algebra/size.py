@@ -7,8 +7,6 @@ that is not a monomial (`s0 + 3`) is one opaque symbol.
 from collections.abc import Iterable
 from typing import NamedTuple
 
-__all__ = ["ONE", "Size", "product"]
-
 
 class Size(NamedTuple):
     """`coefficient` times the product of `symbols` (sorted, repeats allowed)."""

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["Extent", "Peers", "Segment", "Split", "block", "segment", "share"]
-
 
 def share(size: int, parts: int, index: int) -> tuple[int, int]:
     """Start and length of part `index` of `size` units in `parts`; the first ones get one more.

@@ -22,22 +22,6 @@ from torch.utils import _pytree as pytree
 from autotp.errors import CaptureError
 from autotp.records.plan import CacheRecord
 
-__all__ = [
-    "CacheSpec",
-    "CacheState",
-    "rebuild_caches",
-    "list_caches",
-    "flatten_cache",
-    "is_cache",
-    "learn_dims",
-    "make_mark",
-    "rebuild_cache",
-    "restore_cache",
-    "restore_caches",
-    "flatten_caches",
-    "widen_caches",
-]
-
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None), type, torch.Size)
 _PLAIN = (torch.Tensor, *_CONSTANTS, torch.SymInt, list, tuple, dict, set, frozenset, nn.Module)
 _DEEPEST = 16

@@ -56,8 +56,6 @@ from autotp.capture.repairs.values import (
 )
 from autotp.errors import CaptureError
 
-__all__ = ["capture"]
-
 FREEDOMS = (
     frozenset({"batch", "sequence", "decoder", "past", "kept"}),
     frozenset({"batch", "sequence", "past", "kept"}),  # a decoder's first token

@@ -14,8 +14,6 @@ from torch.fx.node import map_aggregate
 
 from autotp.capture.graph_facts import read_argument, spell_sizes
 
-__all__ = ["clean_graph", "is_disabled_dropout", "is_removable", "retarget_graph"]
-
 END = 2**63 - 1  # how a slice says "to the end"
 aten = torch.ops.aten
 DROPOUTS = (

@@ -11,8 +11,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-__all__ = ["PATTERNS", "AtMost", "Condition", "Pattern", "Plain", "make_plain_values"]
-
 Pattern: TypeAlias = Literal["ones", "counting"]
 PATTERNS: Final[tuple[Pattern, ...]] = ("ones", "counting")
 _KINDS: Final[dict[Pattern, tuple[torch.dtype, ...]]] = {

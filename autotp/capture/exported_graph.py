@@ -20,8 +20,6 @@ from autotp.capture.clean import is_disabled_dropout
 from autotp.capture.graph_facts import TORCH, find_source_line
 from autotp.errors import CaptureError
 
-__all__ = ["name_constant", "decompose_program", "flatten_program", "find_mutated"]
-
 KEPT_META = ("val", "nn_module_stack", "stack_trace")
 WITH_GRAD = torch.ops.higher_order.wrap_with_set_grad_enabled
 WITH_AUTOCAST = torch.ops.higher_order.wrap_with_autocast

@@ -12,8 +12,6 @@ from torch import nn
 
 from autotp.capture.graph_facts import TORCH
 
-__all__ = ["explain_failure", "silence_torch", "shorten_error"]
-
 OURS = logging.getLogger("autotp")
 SHORT = 200  # characters of torch's reason
 

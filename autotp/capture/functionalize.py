@@ -20,8 +20,6 @@ from torch._C import FunctionSchema
 from torch._C._functorch import is_batchedtensor
 from torch._ops import OpOverload
 
-__all__ = ["functionalise_graph", "has_vmap"]
-
 
 def functionalise_graph(graph: fx.Graph) -> str:
     """Replace every in-place op of `graph`; returns why the first one cannot be, or "".

@@ -20,8 +20,6 @@ from autotp.capture.sizes import Pricing
 from autotp.capture.source_model import copy_without_memory
 from autotp.errors import PlanError
 
-__all__ = ["GenerationCalls"]
-
 _DECIDED_BY_GENERATE = ("use_cache", "labels", "return_dict")
 """Inputs of a forward that `generate` sets itself."""
 

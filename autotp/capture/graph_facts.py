@@ -10,22 +10,6 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-__all__ = [
-    "TORCH",
-    "SourceLine",
-    "Value",
-    "describe_node",
-    "find_expression",
-    "find_module_path",
-    "find_source",
-    "find_source_line",
-    "list_module_paths",
-    "list_results",
-    "name_op",
-    "read_argument",
-    "spell_sizes",
-]
-
 TORCH: Final = os.path.dirname(torch.__file__) + os.sep
 """The folder with torch's own code."""
 

@@ -12,8 +12,6 @@ from torch import fx
 from torch.fx import graph_module
 from torch.fx.experimental import proxy_tensor
 
-__all__ = ["release_memory"]
-
 # torch keeps the last traced graph here, to search for leaks in its next export
 _TRACED = "_FAKE_TENSOR_ID_TO_PROXY_MAP_FOR_EXPORT"
 

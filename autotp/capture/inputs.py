@@ -26,16 +26,6 @@ from autotp.capture.program import (
 from autotp.capture.source_model import find_device
 from autotp.errors import CaptureError, PlanError
 
-__all__ = [
-    "Axes",
-    "order_inputs",
-    "find_data_axes",
-    "make_example_inputs",
-    "choose_inputs",
-    "find_longest_input",
-    "resize_for_trace",
-]
-
 LONGEST_EXAMPLE = 4096  # tokens: longer contexts change no decision, only the estimated cost
 BATCH_SIZES = (3, 2)
 SEQUENCE_SIZES = (11, 13, 17, 19, 7, 5, 3, 2)

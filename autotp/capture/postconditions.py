@@ -17,8 +17,6 @@ from autotp.capture.clean import is_removable
 from autotp.capture.graph_facts import describe_node, list_results
 from autotp.capture.program import Program
 
-__all__ = ["find_program_faults"]
-
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _GUARD_NAMES = {"L", "torch", "math", *dir(builtins)}
 

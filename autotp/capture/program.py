@@ -17,18 +17,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "LOGITS_TO_KEEP",
-    "TOKEN_INPUTS",
-    "Carried",
-    "Guard",
-    "Program",
-    "find_first_broken",
-    "find_broken_guard",
-    "name_leaves",
-    "list_tensor_leaves",
-]
-
 LOGITS_TO_KEEP: Final = "logits_to_keep"
 """The argument that says for which tokens to return logits: how many of the last, or positions."""
 TOKEN_INPUTS: Final = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")

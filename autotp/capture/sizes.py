@@ -9,8 +9,6 @@ from autotp.algebra.size import Size
 from autotp.capture.program import Program
 from autotp.dtypes import choose_sum_dtype
 
-__all__ = ["Pricing", "Sizes", "read_data_sizes"]
-
 
 class Sizes:
     """Converts shapes to sizes; each distinct symbolic expression is read once."""

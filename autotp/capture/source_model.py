@@ -12,19 +12,6 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import WeightsError
 
-__all__ = [
-    "SourceModel",
-    "check_values",
-    "find_device",
-    "compute_fingerprint",
-    "is_meta",
-    "copy_leftovers",
-    "list_meta_attributes",
-    "copy_without_memory",
-    "copy_without_values",
-    "read_source_model",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class SourceModel:

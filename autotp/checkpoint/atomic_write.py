@@ -15,17 +15,6 @@ from torch import Tensor
 from autotp.checkpoint.safetensors_format import Entry, encode_header
 from autotp.errors import WeightsError
 
-__all__ = [
-    "METADATA",
-    "append_tensor",
-    "begin_file",
-    "check_space",
-    "open_draft",
-    "publish_files",
-    "report_write_errors",
-    "write_text",
-]
-
 METADATA: Final = {"format": "pt"}
 _BLOCK: Final = 4 << 20
 _DRAFT: Final = ".saving-"

@@ -23,8 +23,6 @@ from autotp.checkpoint.stored_tensor import (
 )
 from autotp.errors import WeightsError
 
-__all__ = ["INDEX", "SINGLE", "Checkpoint", "read_json"]
-
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 _ZIP: Final = b"PK\x03\x04"  # the first bytes of files of torch.save

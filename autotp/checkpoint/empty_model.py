@@ -17,8 +17,6 @@ from autotp.capture.source_model import list_meta_attributes
 from autotp.errors import PlanError, WeightsError
 from autotp.model_source import import_transformers, read_config_fields
 
-__all__ = ["fill_buffers", "build_empty_model", "set_meta_dtypes"]
-
 _DONE: Final = "_is_hf_initialized"  # Transformers does not initialise what has this mark
 
 

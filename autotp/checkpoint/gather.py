@@ -25,14 +25,6 @@ from autotp.runtime.group.exchange import fail_together, gather_tensor
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import ShardedModel
 
-__all__ = [
-    "GroupStore",
-    "index_records",
-    "remove_stale_files",
-    "copy_unsharded_on_meta",
-    "write_configs",
-]
-
 
 class GroupStore:
     """Saves a model whose shards are on the ranks of a group."""

@@ -26,8 +26,6 @@ from autotp.checkpoint.stored_tensor import (
 from autotp.errors import WeightsError
 from autotp.model_source import import_transformers
 
-__all__ = ["ConvertedTensor", "LoadMap", "RebuiltTensor", "map_checkpoint", "mark_used_conversions"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadMap:

@@ -16,8 +16,6 @@ from autotp.checkpoint.stored_tensor import StoredTensor
 from autotp.errors import WeightsError
 from autotp.model_source import import_transformers
 
-__all__ = ["find_quantiser", "refuse_quantised_model", "refuse_packed_names", "drop_quantisation"]
-
 _ADVICE: Final = (
     "Use the checkpoint before quantisation; or load this one with Transformers, call "
     "model.dequantize() if its method has it, save it with save_pretrained, and load that."

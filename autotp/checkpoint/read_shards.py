@@ -23,16 +23,6 @@ from autotp.records.plan import ParameterRecord, Plan
 from autotp.runtime.group.process_group import Group, group_exists
 from autotp.runtime.model import ShardedModel
 
-__all__ = [
-    "allocate_shards",
-    "untie_parameters",
-    "read_buffers",
-    "read_shard",
-    "read_shards",
-    "show_progress",
-    "untie_differing",
-]
-
 
 def allocate_shards(model: nn.Module, plan: Plan, where: Group) -> dict[str, Tensor]:
     """Allocate a rank's shard of each parameter of `model`, by first names.

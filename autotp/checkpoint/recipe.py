@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.checkpoint.stored_tensor import Box, make_full_box, measure_box
 
-__all__ = ["Recipes"]
-
 Read: TypeAlias = Callable[[Tensor, Box], Tensor]
 
 

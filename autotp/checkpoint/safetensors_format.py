@@ -16,8 +16,6 @@ import torch
 
 from autotp.errors import WeightsError
 
-__all__ = ["DTYPES", "Entry", "encode_header", "lay_out_tensors", "read_header"]
-
 # in the order of the library: a file begins with tensors of the last dtype
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BOOL": torch.bool,

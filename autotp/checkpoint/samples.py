@@ -7,8 +7,6 @@ from torch import Tensor
 
 from autotp.checkpoint.stored_tensor import StoredTensor
 
-__all__ = ["sample_tensors"]
-
 _ELEMENTS: Final = 1024
 
 

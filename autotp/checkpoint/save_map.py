@@ -23,8 +23,6 @@ from autotp.checkpoint.stored_tensor import Box, make_full_box
 from autotp.errors import PlanError
 from autotp.model_source import import_transformers
 
-__all__ = ["SaveMap", "map_saved_files"]
-
 
 @dataclass(frozen=True, slots=True)
 class SaveMap:

@@ -23,18 +23,6 @@ from autotp.checkpoint.stored_tensor import CheckpointFile, SafetensorsTensor, S
 from autotp.errors import PlanError, WeightsError
 from autotp.records.plan import Plan
 
-__all__ = [
-    "MANIFEST",
-    "PLAN",
-    "Manifest",
-    "check_shards",
-    "copy_other_files",
-    "is_sharded",
-    "list_entries",
-    "name_rank_file",
-    "open_rank_file",
-]
-
 MANIFEST: Final = "shards.json"
 PLAN: Final = "plan.json"
 _OTHER_FILES: Final = (".json", ".txt", ".model", ".jinja", ".py", ".md")

@@ -17,18 +17,6 @@ from torch import Tensor
 from autotp.checkpoint.safetensors_format import Entry
 from autotp.errors import WeightsError
 
-__all__ = [
-    "Box",
-    "CheckpointFile",
-    "PickledTensor",
-    "StoredTensor",
-    "SafetensorsTensor",
-    "iterate_blocks",
-    "fill_tensor",
-    "measure_box",
-    "make_full_box",
-]
-
 Box: TypeAlias = tuple[tuple[int, int], ...]
 
 _BLOCK: Final = 1 << 20  # bytes read at a time

@@ -9,8 +9,6 @@ from typing import Any, ClassVar, NoReturn
 
 from autotp.model_source import list_presets
 
-__all__ = ["parse_arguments"]
-
 _COMMANDS = {"plan", "dry-run", "verify", "rules", "shard", "merge", "generate"}
 _DEBUG = "show the traceback of an error"
 _RULES = "TOML file of rules to merge over autotp's own; may be given several times"

@@ -14,8 +14,6 @@ from autotp.errors import PlanError
 from autotp.loading import from_pretrained
 from autotp.runtime.model import ShardedModel
 
-__all__ = ["Pace", "GenerationRequest", "check_request", "generate_text"]
-
 _ADVICE = "Put the model's tokenizer files there, or give token ids: --token-ids 1,2,3."
 
 

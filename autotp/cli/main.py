@@ -43,8 +43,6 @@ from autotp.report.rules import render_rules, render_verdicts
 from autotp.report.terminal import print_to_terminal
 from autotp.verification.rules.check import check_rules
 
-__all__ = ["main"]
-
 _FACTORY = "Let the factory return (module, inputs), a tuple with a mapping of inputs."
 _GRACE = 15  # seconds, of the 30 after which torchrun kills
 _SHORT = 16  # tokens of a comparison, unless --sequence is given

@@ -14,8 +14,6 @@ from torch import nn
 
 from autotp.errors import PlanError, WeightsError
 
-__all__ = ["read_available_bytes", "materialize", "randomise"]
-
 _DEVIATION: Final = 0.1
 
 

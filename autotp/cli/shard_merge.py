@@ -47,8 +47,6 @@ from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import resolve_group
 from autotp.runtime.ops.blocks import concatenate_shards
 
-__all__ = ["merge_checkpoint", "shard_checkpoint"]
-
 
 def shard_checkpoint(
     directory: str | Path,

@@ -15,15 +15,6 @@ from typing import Final
 from autotp.cost.machine import Machine
 from autotp.errors import PlanError
 
-__all__ = [
-    "DTYPE_BYTES",
-    "OPTIMIZER_STATES",
-    "count_dtype_bytes",
-    "estimate_memory_bytes",
-    "estimate_time_ps",
-    "count_wire_bytes",
-]
-
 DTYPE_BYTES: Final[Mapping[str, int]] = {
     "bool": 1,
     "int8": 1,

@@ -14,8 +14,6 @@ from autotp.algebra.placement import CONVERSIONS, IDENTITY, SUMS, Placement, Pri
 from autotp.cost.collectives import estimate_time_ps
 from autotp.cost.machine import Machine
 
-__all__ = ["Cost", "Delivered", "Prices", "count_moved_bytes", "list_primitives"]
-
 Cost: TypeAlias = tuple[int, int, int, int]
 Delivered: TypeAlias = tuple[Placement, ...]
 """One or two placements to which a value with several readers is converted."""

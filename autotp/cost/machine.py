@@ -20,8 +20,6 @@ from pathlib import Path
 from autotp.errors import PlanError
 from autotp.records.json_record import RecordError, decode
 
-__all__ = ["Link", "Machine", "load_machine", "list_machines"]
-
 
 @dataclass(frozen=True, slots=True)
 class Link:

@@ -39,8 +39,6 @@ from autotp.planner.analysis import (
 )
 from autotp.records.trace import TracedValue
 
-__all__ = ["check_types"]
-
 _OPS: dict[str, list[tuple[Kind, Kind]]] = {}
 for _kinds, _conversion in CONVERSIONS.items():
     _OPS.setdefault(_conversion.op, []).append(_kinds)

@@ -18,8 +18,6 @@ from autotp.algebra.placement import ALL_GATHER, ALL_REDUCE, CONVERSIONS, Placem
 from autotp.algebra.split import Split
 from autotp.dtypes import choose_sum_dtype
 
-__all__ = ["Target", "emit_conversion"]
-
 _c10d = torch.ops._c10d_functional
 _aten = torch.ops.aten
 

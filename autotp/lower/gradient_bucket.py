@@ -13,8 +13,6 @@ from autotp.lower.conversion import Target
 from autotp.planner.analysis import EmittedCollective
 from autotp.records.plan import BUCKET
 
-__all__ = ["share_gradients"]
-
 
 def share_gradients(
     nodes: Sequence[fx.Node],

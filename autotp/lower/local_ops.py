@@ -23,8 +23,6 @@ from autotp.lower.conversion import Target
 from autotp.planner.analysis import Use
 from autotp.planner.strategy import Strategy
 
-__all__ = ["FORMS", "Site", "emit_local_length", "emit_local_size"]
-
 aten = torch.ops.aten
 
 

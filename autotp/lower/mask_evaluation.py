@@ -24,8 +24,6 @@ from torch.fx.node import map_aggregate
 from autotp.capture.conditions import Pattern, make_plain_values
 from autotp.capture.graph_facts import find_expression
 
-__all__ = ["MaskGraph", "MaskKind", "Verdict", "extract_mask_graph", "classify_mask"]
-
 MaskKind: TypeAlias = Literal["causal", "full"]
 # Any: sympy has no types.
 Sizes: TypeAlias = Mapping[Any, int]

@@ -15,8 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autotp.capture.graph_facts import find_expression
 
-__all__ = ["MetaPool"]
-
 
 @dataclass(slots=True)
 class MetaPool:

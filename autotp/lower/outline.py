@@ -19,8 +19,6 @@ from autotp.lower.node_meta import MetaPool
 from autotp.lower.regions import ROOT, SYM_SIZE, Flat, order_regions
 from autotp.runtime.layered_graph import LayeredGraph
 
-__all__ = ["outline"]
-
 Arguments: TypeAlias = tuple[Argument, ...]
 Named: TypeAlias = dict[str, Argument]
 

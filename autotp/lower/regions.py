@@ -17,8 +17,6 @@ from torch import fx
 from autotp.algebra.placement import CONVERSION_OPS
 from autotp.capture.graph_facts import list_module_paths, name_op
 
-__all__ = ["ROOT", "SYM_SIZE", "Flat", "Unit", "order_regions"]
-
 ROOT = ""
 SYM_SIZE = torch.ops.aten.sym_size.int
 

@@ -44,8 +44,6 @@ from autotp.planner.analysis import (
 from autotp.planner.strategy import Strategy
 from autotp.records.trace import TracedValue
 
-__all__ = ["Rewritten", "Target", "rewrite"]
-
 _IN_ANY_STRIDES: Mapping[object, Any] = {
     torch.ops.aten.view.default: torch.ops.aten.reshape.default,
     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,

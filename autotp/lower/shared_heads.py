@@ -12,8 +12,6 @@ from torch import fx
 
 from autotp.capture.graph_facts import spell_sizes
 
-__all__ = ["share_heads"]
-
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
 HEADS = 1  # the dim, of (batch, heads, length, size)

@@ -17,8 +17,6 @@ from autotp.capture.conditions import PATTERNS, AtMost, Condition, Pattern, Plai
 from autotp.capture.graph_facts import read_argument
 from autotp.lower.mask_evaluation import MaskGraph, MaskKind, classify_mask, extract_mask_graph
 
-__all__ = ["Unmasked", "remove_masks"]
-
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 MASK, CAUSAL = 3, 5  # arguments of the op
 

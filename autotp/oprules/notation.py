@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from autotp.errors import RuleError
 
-__all__ = ["ELLIPSIS", "Pattern", "Signature", "parse_rule"]
-
 ELLIPSIS = "..."
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_]\w*|1|\(|\)|\S)")
 

@@ -5,8 +5,6 @@ from typing import Final, TypeAlias, cast
 
 from autotp.errors import RuleError
 
-__all__ = ["ROW_KEYS", "check_row_types", "is_list_of"]
-
 
 def is_list_of(value: object, kind: type) -> bool:
     """Whether a value is a list with items of a type."""

@@ -13,8 +13,6 @@ from autotp.algebra.axis import Dim
 from autotp.capture.graph_facts import Value
 from autotp.oprules.notation import Signature
 
-__all__ = ["ALIGNED", "Discovery", "Factor", "FactorKind", "NodeRule", "Operand", "Row", "Slot"]
-
 FactorKind: TypeAlias = Literal["pass", "reduce", "unshardable"]
 ALIGNED = 8
 """Elements: 16 bytes of a 2-byte dtype, the alignment of strides that some kernels require."""

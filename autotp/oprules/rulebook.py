@@ -23,8 +23,6 @@ from autotp.oprules.notation import ELLIPSIS, Signature, parse_rule
 from autotp.oprules.row_keys import ROW_KEYS, check_row_types, is_list_of
 from autotp.oprules.rule import Row
 
-__all__ = ["Differing", "Role", "Rulebook", "load_rulebook", "find_rules_root"]
-
 _JOINS = {"sum", "mean", "max", "none"}
 
 

@@ -24,20 +24,6 @@ from autotp.oprules.rule import Discovery, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Differing, Role
 from autotp.planner.strategy import Strategy
 
-__all__ = [
-    "Analysis",
-    "AxisPair",
-    "Decision",
-    "EmittedCollective",
-    "Matching",
-    "Use",
-    "CacheOutput",
-    "find_differentiated_nodes",
-    "find_gradient_targets",
-    "list_cache_outputs",
-    "list_model_outputs",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Use:

@@ -12,14 +12,6 @@ from autotp.planner.analysis import Analysis, Matching
 from autotp.planner.layouts import Layouts, check_layout, matches_glob
 from autotp.records.plan import Plan
 
-__all__ = [
-    "OverrideConstraint",
-    "PlanConstraint",
-    "constrain_to_overrides",
-    "constrain_to_plan",
-    "check_followed_plan",
-]
-
 _NO_SUCH_DIM = {
     "column": "no op that reads it maps one of its dims to a dim of the result",
     "row": "no op that reads it contracts one of its dims",

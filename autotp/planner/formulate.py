@@ -43,8 +43,6 @@ from autotp.planner.strategy import Facts, Strategy, derive_strategies
 from autotp.planner.terms import Terms
 from autotp.solver.problem import LEVELS, Edge, Problem, Solution, Variable
 
-__all__ = ["PlacementProblem", "formulate", "interpret_solution"]
-
 _FORBIDDEN, _HOME, _TIME, _COUNT, _BYTES, _CONVERSIONS, _INDEX = range(len(LEVELS))
 
 

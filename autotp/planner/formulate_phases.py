@@ -14,8 +14,6 @@ from autotp.planner.formulate import PlacementProblem
 from autotp.solver.joint import Phase, Tie, merge_phases
 from autotp.solver.problem import Problem
 
-__all__ = ["PlannedPhase", "formulate_phases"]
-
 _PlacedVariable = tuple[int, tuple[Placement, ...], Value]
 """A variable with its domain, and the value that it places."""
 

@@ -18,8 +18,6 @@ from autotp.algebra.placement import Placement
 from autotp.errors import PlanError
 from autotp.planner.analysis import Analysis, Matching, Use
 
-__all__ = ["LAYOUTS", "Layouts", "check_layout", "matches_glob"]
-
 LAYOUTS = ("column", "row", "vocabulary", "expert", "replicated")
 """The layouts that an override may request."""
 

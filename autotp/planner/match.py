@@ -30,8 +30,6 @@ from autotp.oprules.rulebook import Role, Rulebook
 from autotp.planner.analysis import Analysis, AxisPair, Matching, Use, list_model_outputs
 from autotp.planner.match_experts import add_experts
 
-__all__ = ["match"]
-
 
 @dataclass(slots=True)
 class _Reach:

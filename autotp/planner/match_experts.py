@@ -13,8 +13,6 @@ from dataclasses import replace
 from autotp.algebra.axis import Atom
 from autotp.planner.analysis import Analysis, Matching, Use
 
-__all__ = ["add_experts"]
-
 
 def add_experts(analysis: Analysis, found: Matching, rest: Matching) -> Matching:
     """Both matchings as one, the experts of its pairs found, as one more home of their weights."""

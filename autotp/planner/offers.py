@@ -13,8 +13,6 @@ from autotp.algebra.axis import Atom, Dim
 from autotp.algebra.partition import Offers, Part, Partition
 from autotp.planner.analysis import Analysis, AxisPair, Matching
 
-__all__ = ["factor_pair", "find_offers"]
-
 
 def find_offers(analysis: Analysis, matching: Matching, tp: int) -> Offers:
     """The offers of all pairs at group size `tp`."""

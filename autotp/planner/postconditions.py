@@ -23,9 +23,6 @@ from autotp.planner.analysis import Analysis, AxisPair, Matching, Use
 from autotp.planner.formulate import PlacementProblem
 from autotp.solver.problem import LEVELS, Problem
 
-__all__ = ["find_analysis_faults", "find_matching_faults", "find_problem_faults"]
-
-
 # ── propagate ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -32,8 +32,6 @@ from autotp.oprules.rule import Discovery, Factor, NodeRule, Operand, Row
 from autotp.oprules.rulebook import Rulebook
 from autotp.planner.analysis import Analysis, Use, find_gradient_targets
 
-__all__ = ["propagate"]
-
 
 def propagate(
     program: Program,

@@ -27,8 +27,6 @@ from autotp.algebra.placement import PARTIAL, REPLICATED, SHARED, Placement
 from autotp.algebra.split import Split
 from autotp.oprules.rule import ALIGNED, Factor, NodeRule, Slot
 
-__all__ = ["Facts", "Strategy", "derive_strategies"]
-
 
 @dataclass(frozen=True, slots=True)
 class Strategy:

@@ -11,8 +11,6 @@ from autotp.algebra.placement import Placement
 from autotp.options import Request
 from autotp.records.plan import CacheRecord
 
-__all__ = ["Constraint", "Terms"]
-
 
 class Constraint(Protocol):
     """The constraint of an override, or of a plan to follow, on one parameter."""

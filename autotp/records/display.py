@@ -6,8 +6,6 @@ generic functions, and `report` registers its renderers with them.
 
 from functools import singledispatch
 
-__all__ = ["render_rich", "render_text"]
-
 
 @singledispatch
 def render_text(record: object) -> str:

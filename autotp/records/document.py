@@ -14,8 +14,6 @@ from typing import TypeVar, cast
 
 from autotp.records.json_record import RecordError, decode, encode
 
-__all__ = ["hash_content", "read_document", "write_document"]
-
 T = TypeVar("T")
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Evidence"]
-
 
 @dataclass(frozen=True, slots=True)
 class Evidence:

@@ -15,8 +15,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["RecordError", "decode", "encode"]
-
 T = TypeVar("T")
 
 

@@ -16,20 +16,6 @@ from autotp.records.display import render_rich, render_text
 from autotp.records.document import hash_content, read_document, write_document
 from autotp.records.json_record import RecordError
 
-__all__ = [
-    "BUCKET",
-    "CacheRecord",
-    "CollectiveRecord",
-    "DifferingRecord",
-    "DiscoveredRecord",
-    "Pair",
-    "ParameterRecord",
-    "PhaseRecord",
-    "PlacementRecord",
-    "Plan",
-    "Shard",
-]
-
 BUCKET: Final = "bucket of replicated parameters"
 """The place of the one all-reduce that sums the gradients of replicated parameters."""
 

@@ -10,8 +10,6 @@ from typing import Final
 
 from autotp.records.plan import ParameterRecord
 
-__all__ = ["ReplicatedGroup", "group_by_layer", "describe_excess_replication", "star_layers"]
-
 MUCH: Final = 0.1
 """The share of replicated bytes above which a plan has a warning."""
 _SHOWN = 3

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 from autotp.algebra.placement import Placement
 
-__all__ = ["Trace", "TracedValue"]
-
 
 @dataclass(frozen=True, slots=True)
 class TracedValue:

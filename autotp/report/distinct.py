@@ -13,18 +13,6 @@ from typing import TypeVar
 from autotp.records.plan import CollectiveRecord, Pair, ParameterRecord, Plan
 from autotp.records.replication import star_layers
 
-__all__ = [
-    "CollectiveRow",
-    "PairRow",
-    "ParameterRow",
-    "list_collective_rows",
-    "list_other_rows",
-    "list_pair_rows",
-    "star_layers_of",
-    "list_places",
-    "list_replicated_rows",
-]
-
 T = TypeVar("T")
 Tally = tuple[tuple[str, str, int, int, int], ...]
 """Counts of collectives: (phase, kind, payload bytes, time in picoseconds, count)."""

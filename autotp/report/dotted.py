@@ -7,8 +7,6 @@ from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.text import Text
 
-__all__ = ["Dotted"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dotted:

@@ -9,8 +9,6 @@ from autotp.records.evidence import Evidence
 from autotp.report.table import make_table
 from autotp.report.units import format_count, format_share
 
-__all__ = ["render_evidence"]
-
 _WORST = 3
 
 

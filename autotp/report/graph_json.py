@@ -8,8 +8,6 @@ from torch import fx
 from autotp.capture.graph_facts import find_module_path
 from autotp.records.trace import TracedValue
 
-__all__ = ["graph_to_json"]
-
 
 def graph_to_json(graph: fx.Graph, values: dict[str, TracedValue]) -> list[dict[str, Any]]:
     """List one entry per node, with the value's module, local shape and placement."""

@@ -27,8 +27,6 @@ from autotp.report.table import make_table
 from autotp.report.totals import render_collectives, render_layouts, render_memory
 from autotp.report.units import format_bytes, format_count, format_share, format_time
 
-__all__ = ["render_plan", "format_plan"]
-
 
 def render_plan(plan: Plan) -> RenderableType:
     """Build what rich prints for `plan`."""

@@ -11,8 +11,6 @@ from autotp.records.rule_verdict import Verdict
 from autotp.report.dotted import Dotted
 from autotp.report.table import make_table
 
-__all__ = ["render_rules", "render_verdicts"]
-
 _RULE, _FORM = 22, 8  # least widths; the names of ops wrap at their dots instead
 
 

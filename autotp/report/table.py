@@ -6,8 +6,6 @@ from rich.box import Box
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["make_table"]
-
 _PLAIN = Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 
 

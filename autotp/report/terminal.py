@@ -5,8 +5,6 @@ import sys
 
 from rich.console import Console, RenderableType
 
-__all__ = ["print_to_terminal"]
-
 _LEAST_WIDTH = 60
 _PLAIN = str.maketrans({"×": "x", "µ": "u", "·": "-", "…": "."})
 

@@ -11,8 +11,6 @@ from autotp.report.dotted import Dotted
 from autotp.report.table import make_table
 from autotp.report.units import format_bytes, format_count, format_share, format_time
 
-__all__ = ["render_collectives", "render_memory", "render_layouts"]
-
 
 def render_collectives(plan: Plan) -> RenderableType:
     """Build the table of distinct collectives, with the totals of each phase."""

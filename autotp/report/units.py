@@ -3,8 +3,6 @@
 16_777_216 bytes  16.8 MB        151_300_000 ps  151 µs        0.0042  0.42 %
 """
 
-__all__ = ["format_bytes", "format_count", "format_share", "format_time"]
-
 _BYTES = ((10**15, "PB"), (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 _PICOSECONDS = ((10**12, "s"), (10**9, "ms"), (10**6, "µs"), (10**3, "ns"))
 

@@ -12,8 +12,6 @@ from autotp.errors import CaptureError
 from autotp.records.plan import CacheRecord
 from autotp.runtime.ops.blocks import slice_block
 
-__all__ = ["slice_full_caches", "slice_caches"]
-
 
 def slice_caches(
     inputs: Mapping[str, Any], records: Mapping[str, CacheRecord], rank: int, tp: int

@@ -19,8 +19,6 @@ from autotp.runtime.variant import find_key
 if TYPE_CHECKING:
     from autotp.runtime.model import ShardedModel
 
-__all__ = ["guard_call"]
-
 # Any: a forward takes and gives what the model's own does.
 Forward: TypeAlias = Callable[..., Any]
 

@@ -18,8 +18,6 @@ from autotp.runtime.variant import Variant
 if TYPE_CHECKING:
     from autotp.runtime.model import ShardedModel
 
-__all__ = ["Compiled"]
-
 # Any: arguments and results of a model.
 Call: TypeAlias = "Callable[[ShardedModel, int, Sequence[Any], Mapping[str, Any]], Any]"
 Find: TypeAlias = "Callable[[ShardedModel, Mapping[str, Any]], Variant]"

@@ -18,9 +18,6 @@ from autotp.runtime.group.failures import note_wait
 from autotp.runtime.group.process_group import Group, group_exists
 from autotp.runtime.variant import CONSTANTS
 
-__all__ = ["override_generation", "share_random_state"]
-
-
 _EXPANDS: Final = "_expand_inputs_for_generation"
 _STOPS: Final = "_get_stopping_criteria"
 _SEPARATE_TOWERS: Final = "_supports_mm_encoder_outputs"

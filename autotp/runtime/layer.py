@@ -12,15 +12,6 @@ from autotp.errors import PlanError
 from autotp.runtime.codegen.function import Function, compile_graph, copy_graph
 from autotp.runtime.layered_graph import LayeredGraph
 
-__all__ = [
-    "FixedModule",
-    "Layer",
-    "add_function",
-    "copy_identity",
-    "make_layer_class",
-    "prepare_root",
-]
-
 T = TypeVar("T", bound=nn.Module)
 
 

@@ -7,8 +7,6 @@ from torch import fx
 
 from autotp.capture.conditions import Condition
 
-__all__ = ["ConditionalGraph", "LayeredGraph"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayeredGraph:

@@ -11,8 +11,6 @@ import torch
 
 from autotp.capture.program import LOGITS_TO_KEEP, TOKEN_INPUTS
 
-__all__ = ["select_positions", "takes_positions"]
-
 
 def takes_positions(parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Whether the annotation of a forward allows positions as well as a count."""

@@ -44,8 +44,6 @@ from autotp.runtime.unsupported import (
 from autotp.runtime.variant import Signature, Variant, describe_mode, find_key
 from autotp.runtime.yielding import yield_to_child
 
-__all__ = ["CaptureVariant", "Layer", "ShardedModel", "State", "Store", "add_variant"]
-
 T = TypeVar("T", bound=nn.Module)
 _CAPTURING = threading.RLock()
 CaptureVariant: TypeAlias = Callable[["ShardedModel", Mapping[str, Any]], None]

@@ -18,8 +18,6 @@ from autotp.runtime.group.process_group import Group
 from autotp.runtime.model import CaptureVariant, ShardedModel, State, Store, make_model_class
 from autotp.runtime.variant import Signature, describe_mode
 
-__all__ = ["build_tree", "refuse_sharded"]
-
 _FORWARD_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",

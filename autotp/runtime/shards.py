@@ -13,8 +13,6 @@ from autotp.records.plan import Plan
 from autotp.runtime.group.process_group import Group
 from autotp.runtime.ops.blocks import slice_block
 
-__all__ = ["slice_parameters", "restrict_plan"]
-
 
 def slice_parameters(
     parameters: Mapping[str, Tensor], plan: Plan, where: Group, device: torch.device

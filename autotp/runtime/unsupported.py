@@ -7,8 +7,6 @@ from torch import nn
 
 from autotp.errors import PlanError
 
-__all__ = ["refuse_gradients", "refuse_to_run", "refuse_full_weights", "override_unsupported"]
-
 
 def refuse_to_run(model: str, rank: str) -> NoReturn:
     """Refuse to call a model that was built for one rank without a process group."""

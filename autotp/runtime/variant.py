@@ -24,8 +24,6 @@ from autotp.runtime.codegen.function import Function, compile_graph
 from autotp.runtime.layered_graph import LayeredGraph
 from autotp.runtime.logits_to_keep import select_positions, takes_positions
 
-__all__ = ["Signature", "Variant", "find_key", "describe_mode"]
-
 CONSTANTS = (bool, int, float, str, torch.dtype, torch.device, type(None))
 
 

@@ -6,8 +6,6 @@ adds to its class must not hide a child called `plan` or `key`.
 
 from typing import Any, Final, TypeVar, cast
 
-__all__ = ["yield_to_child"]
-
 M = TypeVar("M")
 _CHILDREN: Final = ("_modules", "_parameters", "_buffers")
 

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 
 from autotp.solver.problem import Problem
 
-__all__ = ["Step", "eliminate", "order_variables", "pack_costs", "count_entries", "find_width"]
-
 Costs: TypeAlias = NDArray[np.int64]
 Signature: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 

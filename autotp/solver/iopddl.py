@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from autotp.errors import PlanError
 from autotp.solver.problem import Problem, Solution
 
-__all__ = ["FORBIDDEN", "solution_to_json", "to_iopddl"]
-
 FORBIDDEN = 10**18
 """The cost by which the contest's form forbids a choice."""
 

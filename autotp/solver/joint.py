@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from autotp.solver.problem import Edge, Problem, Solution, Variable
 
-__all__ = ["Phase", "Tie", "merge_phases", "split_solution"]
-
 _PER_CALL = ("time_ps", "collectives", "conversions")
 """The levels that are multiplied by the calls; memory counts once."""
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["LEVELS", "Edge", "Problem", "Solution", "Variable"]
-
 LEVELS = (
     "forbidden",
     "home_bytes",

@@ -44,8 +44,6 @@ from autotp.errors import PlanError
 from autotp.solver.elimination import Step, count_entries, eliminate, find_width, order_variables
 from autotp.solver.problem import Problem, Solution
 
-__all__ = ["solve"]
-
 TABLE_LIMIT = 10**7
 NODE_LIMIT = 100_000
 """A limit in nodes, not in seconds: ranks of different speed must find the same plan."""

@@ -28,15 +28,6 @@ from autotp.dtypes import dtype_name
 from autotp.errors import PlanError
 from autotp.runtime.ops.blocks import concatenate_shards
 
-__all__ = [
-    "CLAIMS",
-    "GRADIENT_KINDS",
-    "Claim",
-    "Difference",
-    "measure_difference",
-    "find_disagreement",
-]
-
 Claim: TypeAlias = Literal["each", "sum", "concatenation"]
 """Which tensor made from the ranks' own is the whole one: each of them, their sum, their join."""
 

@@ -33,8 +33,6 @@ from autotp.verification.simulate import (
     walk_ranks,
 )
 
-__all__ = ["ComparisonCase", "find_first_divergence"]
-
 Edge: TypeAlias = tuple[str, str]
 """A value read in the ranks' graphs: the flat names of the value and of the node that reads it."""
 

@@ -12,8 +12,6 @@ from autotp.records.trace import Trace, TracedValue
 from autotp.runtime.variant import Variant
 from autotp.verification.simulate import OUTPUT, RankGraph, find_flat_name
 
-__all__ = ["EmittedGraph", "Value", "build_full_graph"]
-
 Value: TypeAlias = tuple[str, int]
 """A value of the captured program: the node, and the number of the result."""
 

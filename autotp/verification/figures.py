@@ -13,8 +13,6 @@ from autotp.records.plan import ParameterRecord, Plan
 from autotp.verification.agreement import Difference, find_disagreement
 from autotp.verification.measure import Results
 
-__all__ = ["Quantity", "Figures", "measure_gaps"]
-
 
 class Quantity(NamedTuple):
     """What a figure measures: an output or a gradient."""

@@ -7,8 +7,6 @@ from torch import Tensor
 from autotp.algebra.placement import Kind
 from autotp.verification.agreement import CLAIMS, Claim, find_disagreement, measure_difference
 
-__all__ = ["explain_difference"]
-
 
 def explain_difference(
     expected: Tensor, shards: Sequence[Tensor], kind: Kind, tolerance: float, phase: str

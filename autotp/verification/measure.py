@@ -11,17 +11,6 @@ from torch.utils import _pytree as pytree
 from autotp.capture.program import Program
 from autotp.errors import VerifyError
 
-__all__ = [
-    "Output",
-    "Results",
-    "list_outputs_besides_loss",
-    "compute_gradients",
-    "compute_loss",
-    "measure_run",
-    "name_tensors",
-]
-
-
 Output: TypeAlias = Any
 """What a model returns: a tensor, a tuple, a mapping, a class of its own."""
 

@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 from autotp.capture.cache import CacheState
 from autotp.records.evidence import Evidence
 
-__all__ = ["merge_evidence", "fill_inputs"]
-
 
 def fill_inputs(inputs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The inputs with random numbers by `seed` in place of the zeros in the tensors of a cache."""

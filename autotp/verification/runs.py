@@ -15,8 +15,6 @@ from autotp.verification.figures import Figures, measure_gaps
 from autotp.verification.measure import Results, list_outputs_besides_loss, measure_run
 from autotp.verification.simulate.ranks import list_input_leaves
 
-__all__ = ["Runs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Runs:

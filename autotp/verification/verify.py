@@ -27,8 +27,6 @@ from autotp.verification.bisection import ComparisonCase, find_first_divergence
 from autotp.verification.figures import Figures, Quantity
 from autotp.verification.runs import Runs
 
-__all__ = ["compare_ranks"]
-
 _LISTED = 3
 
 

@@ -16,8 +16,6 @@ from torch import nn
 
 from autotp.errors import CaptureError
 
-__all__ = ["restore_attributes", "refuse_kept_state"]
-
 _LEAVES = (
     str, bytes, int, float, complex, type, torch.Tensor, torch.device, torch.dtype,
     types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType,

@@ -26,8 +26,6 @@ from torch.utils._sympy.printers import PythonPrinter
 from autotp.capture.graph_facts import TORCH
 from autotp.capture.program import Guard
 
-__all__ = ["Branch", "record_branches", "find_model_frame", "build_semantic_guards"]
-
 # Any: sympy has no types.
 Branch: TypeAlias = tuple[Any, bool]
 """A condition on sizes, with its result while tracing."""

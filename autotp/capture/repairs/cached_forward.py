@@ -17,14 +17,6 @@ from torch.utils import _pytree as pytree
 from autotp.capture.cache import CacheState, learn_dims, list_caches
 from autotp.capture.inputs import Axes
 
-__all__ = [
-    "list_cache_outputs",
-    "learn_cache_dims",
-    "copy_fixed_states",
-    "tie_lengths",
-    "remove_length_branches",
-]
-
 
 @contextmanager
 def remove_length_branches() -> Generator[None]:

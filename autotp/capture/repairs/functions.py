@@ -21,8 +21,6 @@ from autotp.capture.repairs.branches import find_model_frame
 from autotp.capture.repairs.opaque import AppliedFunction, make_context, make_op
 from autotp.errors import CaptureError
 
-__all__ = ["ExportAgain", "keep_own_backwards", "refuse_sparse_gradients"]
-
 _OURS = ("torch.", "autotp.")  # torch's hooks and checkpoints, our own collectives
 
 

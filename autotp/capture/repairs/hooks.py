@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from autotp.errors import CaptureError
 
-__all__ = ["refuse_backward_hooks", "record_baked_hooks"]
-
 Hook: TypeAlias = Callable[..., Any]  # Any: a hook takes and gives what its module does
 
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"

@@ -14,8 +14,6 @@ import torch
 from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
-__all__ = ["AppliedFunction", "make_context", "make_op"]
-
 _NAMESPACE = "autotp_functions"
 _FIXED = (int, float, bool, str, type(None), torch.dtype, torch.device)
 

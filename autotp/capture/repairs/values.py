@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import (
 
 from autotp.capture.program import Guard
 
-__all__ = ["KnownValues", "needs_values", "propose_known", "build_value_guards"]
-
 OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.arange)
 """Functions that make tensors from numbers alone, other than tensors to be written to."""
 MOST = 1024  # elements: a larger input is data, and does not describe its layout

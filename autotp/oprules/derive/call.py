@@ -10,16 +10,6 @@ from autotp.oprules.derive.order import Orders
 from autotp.oprules.notation import ELLIPSIS, Pattern, Signature
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Row, Slot
 
-__all__ = [
-    "Binding",
-    "Builder",
-    "Call",
-    "move_dims",
-    "apply_notation",
-    "find_operand",
-    "renumber_sets",
-]
-
 
 @dataclass(slots=True)
 class Call:

@@ -28,8 +28,6 @@ from autotp.oprules.derive.shape import expand, pair, permute, repeat, repeat_ea
 from autotp.oprules.derive.window import channels, grouped, pad, patches, windows
 from autotp.oprules.rule import NodeRule
 
-__all__ = ["RULES", "Call", "apply_row"]
-
 
 def apply_row(call: Call) -> NodeRule | None:
     """The rule of one node, by the signature or `derive` of its row; None if it does not fit.

@@ -10,8 +10,6 @@ from autotp.oprules.derive.call import Call, apply_notation
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
-__all__ = ["grouped_product"]
-
 _PRODUCT = parse_rule("t i, e i o -> t o")
 
 

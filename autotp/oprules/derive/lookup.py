@@ -10,8 +10,6 @@ from autotp.oprules.derive.call import Call, apply_notation, find_operand, renum
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
-__all__ = ["assign", "index", "lookup", "embedding"]
-
 _EMBEDDING = parse_rule("v h, ... -> ... h")
 
 

@@ -7,8 +7,6 @@ from autotp.oprules.derive.call import Call, apply_notation
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, FactorKind, NodeRule
 
-__all__ = ["along", "trailing", "unshardable"]
-
 
 def along(call: Call) -> NodeRule | None:
     """The dims that an argument names are contracted or unshardable; every other dim passes.

@@ -15,8 +15,6 @@ from torch import fx
 from autotp.capture.graph_facts import find_source, read_argument
 from autotp.oprules.rule import Row
 
-__all__ = ["Orders"]
-
 
 class Orders:
     """Answers such questions for one program, by the rows of its ops."""

@@ -8,8 +8,6 @@ from autotp.algebra.size import Size
 from autotp.oprules.derive.call import Call, move_dims
 from autotp.oprules.rule import Factor, FactorKind, NodeRule, Slot
 
-__all__ = ["concatenate", "divide", "halves", "place", "put", "select", "stack", "take", "unbind"]
-
 
 def _pass_others(
     call: Call, at: int, operand: int = 0, result: int = 0, *, shift: int = 0

@@ -8,8 +8,6 @@ from autotp.oprules.derive.call import Binding, Call, apply_notation, find_opera
 from autotp.oprules.notation import Signature, parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
-__all__ = ["attention", "convolution", "einsum", "product"]
-
 _LETTER = re.compile(r"\.\.\.|\w")
 
 

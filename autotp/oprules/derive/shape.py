@@ -8,8 +8,6 @@ from autotp.algebra.size import ONE, Size
 from autotp.oprules.derive.call import Call, move_dims
 from autotp.oprules.rule import Factor, NodeRule, Slot
 
-__all__ = ["expand", "pair", "permute", "repeat", "repeat_each", "unpair", "view"]
-
 _PAIR = ("dim0", "dim1", "axis0", "axis1")
 
 

@@ -10,8 +10,6 @@ from autotp.oprules.derive.call import Binding, Call, apply_notation, renumber_s
 from autotp.oprules.notation import parse_rule
 from autotp.oprules.rule import Factor, NodeRule
 
-__all__ = ["channels", "grouped", "pad", "patches", "windows"]
-
 
 def windows(call: Call) -> NodeRule | None:
     """Windows over the last dims (pooling, resizing): unshardable, with new sizes; others pass.

@@ -16,8 +16,6 @@ from autotp.algebra.size import Size
 from autotp.capture.sizes import Sizes
 from autotp.oprules.rule import Operand
 
-__all__ = ["OpaqueCall", "Values", "describe_call"]
-
 Values: TypeAlias = Mapping[Size, int]
 """The number in place of each size of a call in a trial."""
 

@@ -20,8 +20,6 @@ from autotp.oprules.discover.trial import DRAWS, Setting, Trial
 from autotp.oprules.notation import Pattern, Signature
 from autotp.oprules.rule import Discovery, NodeRule, Row, Slot
 
-__all__ = ["bind_row", "discover_rule"]
-
 _FEWEST = 2  # draws that an op must take at the first sizes
 CACHE: dict[tuple[object, ...], Discovery] = {}
 

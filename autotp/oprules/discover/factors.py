@@ -24,8 +24,6 @@ from autotp.oprules.discover.joins import (
 from autotp.oprules.discover.trial import Trial
 from autotp.oprules.rule import Slot
 
-__all__ = ["FoundFactor", "Place", "find_factors", "find_linear_sets", "find_ties"]
-
 Mode: TypeAlias = Literal["all", "major", "within"]
 """Which factor of a dim of N elements it is, next to another of n elements."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from autotp.oprules.discover.trial import Trial
 
-__all__ = ["DimSplit", "Combination", "ShardedTrial", "is_linear", "split_range"]
-
 
 class DimSplit(NamedTuple):
     """A dim viewed as `outer * size * inner`, of which the middle is sharded."""

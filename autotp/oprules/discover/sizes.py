@@ -10,8 +10,6 @@ from math import lcm, prod
 
 from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
 
-__all__ = ["FAMILIES", "list_sizings"]
-
 FAMILIES = (4, 6)
 """The smallest size of each family: what holds must hold in all of them."""
 

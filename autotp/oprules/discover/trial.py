@@ -11,8 +11,6 @@ from torch import Tensor
 
 from autotp.oprules.discover.call import OpaqueCall, Values, evaluate_size
 
-__all__ = ["DRAWS", "Setting", "Trial"]
-
 DRAWS = (1.0, 0.0, 30.0, 3000.0)
 """The largest magnitude of random numbers; 0: they are from 0.5 to 2.
 

@@ -9,8 +9,6 @@ from autotp.planner.analysis import CacheOutput, list_cache_outputs
 from autotp.planner.summary.findings import Findings
 from autotp.records.plan import CacheRecord
 
-__all__ = ["summarise_caches", "count_cache_bytes"]
-
 
 def summarise_caches(
     findings: Findings, name_axis: Callable[[Partition], str], pricing: Pricing

@@ -13,8 +13,6 @@ from autotp.planner.strategy import Strategy
 from autotp.records.plan import Plan
 from autotp.solver.problem import Solution
 
-__all__ = ["Call", "Findings"]
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

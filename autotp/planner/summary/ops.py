@@ -9,8 +9,6 @@ from autotp.planner.analysis import Analysis
 from autotp.planner.summary.findings import Findings
 from autotp.records.plan import DifferingRecord, DiscoveredRecord
 
-__all__ = ["list_differing_ops", "list_discovered_rules", "list_unruled_ops"]
-
 _UNKNOWN = Discovery("", None, "")
 
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 
 from autotp.records.plan import PhaseRecord, Plan
 
-__all__ = ["add_phases"]
-
 _NAMES = ("prefill", "decode")
 
 

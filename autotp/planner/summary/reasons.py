@@ -21,8 +21,6 @@ from autotp.planner.summary.findings import Call, Findings
 from autotp.planner.summary.walk import Walk, describe_place
 from autotp.records.replication import star_layers
 
-__all__ = ["Reasons"]
-
 DETAIL: Final = 0.001
 """The share of all parameter bytes, summed over layers, above which a reason names the op."""
 

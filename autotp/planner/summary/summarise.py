@@ -41,8 +41,6 @@ from autotp.records.plan import (
 from autotp.records.replication import describe_excess_replication
 from autotp.solver.problem import LEVELS, Solution
 
-__all__ = ["summarise"]
-
 
 def summarise(model: SourceModel, findings: Findings, pricing: Pricing, call: Call) -> Plan:
     """The plan of a decision."""

@@ -18,8 +18,6 @@ from autotp.oprules.rule import Factor
 from autotp.planner.analysis import Analysis, Use, list_model_outputs
 from autotp.planner.strategy import Strategy
 
-__all__ = ["Stop", "Walk", "describe_place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stop:

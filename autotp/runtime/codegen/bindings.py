@@ -14,8 +14,6 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["bind_ops", "sample_arguments"]
-
 # Any: whatever an op takes and gives
 Call: TypeAlias = Callable[..., Any]
 Given: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]

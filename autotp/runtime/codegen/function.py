@@ -14,8 +14,6 @@ from torch import fx
 from autotp.runtime.codegen.bindings import bind_ops
 from autotp.runtime.codegen.in_place import reduce_in_place
 
-__all__ = ["Function", "copy_graph", "compile_graph"]
-
 # Any: a generated function takes whatever tensors its graph takes.
 Function: TypeAlias = Callable[..., Any]
 

@@ -13,8 +13,6 @@ from torch.utils import _pytree as pytree
 
 from autotp.runtime.codegen.bindings import sample_arguments
 
-__all__ = ["all_reduce", "reduce_in_place"]
-
 _ops = torch.ops._c10d_functional
 
 

@@ -15,8 +15,6 @@ from autotp.capture.graph_facts import find_module_path
 from autotp.runtime.codegen.tidy import name_device, tidy_code, wrap_lines
 from autotp.runtime.variant import Variant
 
-__all__ = ["write_source"]
-
 _LINE = re.compile(r"^    (?:(?P<name>\w+) = )?(?P<value>.*?)(?:;  (?:\w+ = )+None)?$")
 _INDEX = re.compile(r'getattr\(([\w.\[\]]+), "(\d+)"\)')
 _CALL = re.compile(r"^(self\.[\w.\[\]]+)\((.*)\)$")

@@ -3,8 +3,6 @@
 import re
 from textwrap import wrap
 
-__all__ = ["name_device", "tidy_code", "wrap_lines"]
-
 _WIDTH = 100
 _INDENT = " " * 4
 _END = str(2**63 - 1)  # the end of a slice without an end

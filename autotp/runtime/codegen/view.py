@@ -17,8 +17,6 @@ from autotp.errors import PlanError
 from autotp.runtime.codegen.function import copy_graph
 from autotp.runtime.variant import Variant
 
-__all__ = ["build_view"]
-
 
 def build_view(tree: nn.Module, variant: Variant) -> fx.GraphModule:
     """Build the variant as a GraphModule of GraphModules, one at each layer's path.

@@ -17,8 +17,6 @@ from autotp.runtime.group.digest import digest_tensor
 from autotp.runtime.group.exchange import gather_rows, gather_texts
 from autotp.runtime.group.process_group import Group, group_exists
 
-__all__ = ["require_agreement", "require_equal_weights", "digest_tensors", "find_odd_ranks"]
-
 _SHOWN = 3
 
 

@@ -20,8 +20,6 @@ from autotp.runtime.group.digest import digest_tensor
 from autotp.runtime.group.exchange import gather_rows, gather_texts
 from autotp.runtime.group.process_group import Group
 
-__all__ = ["Comparison"]
-
 _CALL = "the call itself"
 
 

@@ -10,8 +10,6 @@ import hashlib
 import torch
 from torch import Tensor
 
-__all__ = ["digest_tensor"]
-
 _COLUMNS = 512
 _ROWS = 64  # at a time on the CPU, to fit into its cache
 

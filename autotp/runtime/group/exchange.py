@@ -17,8 +17,6 @@ from autotp.runtime.group.process_group import Group, get_process_group, group_e
 from autotp.runtime.ops.blocks import concatenate_shards
 from autotp.runtime.ops.communicator import Message, Processes
 
-__all__ = ["fail_together", "gather_tensor", "gather_rows", "gather_texts"]
-
 
 @contextmanager
 def fail_together(group: Group, what: str = "a common step") -> Generator[None]:

@@ -21,8 +21,6 @@ from torch.distributed import distributed_c10d
 from autotp.errors import GroupError
 from autotp.runtime.group.process_group import find_timeout, get_process_group, group_exists
 
-__all__ = ["raise_group_error", "is_lost", "find_place", "note_wait"]
-
 # Any: private to torch.
 _c10d: Any = distributed_c10d
 _SIGNS = re.compile(

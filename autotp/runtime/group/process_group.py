@@ -20,20 +20,6 @@ from autotp.algebra.split import Peers, Split
 from autotp.errors import GroupError, PlanError
 from autotp.records.plan import Plan
 
-__all__ = [
-    "Group",
-    "name_subgroup",
-    "check_group",
-    "group_exists",
-    "is_real",
-    "make_subgroups",
-    "get_process_group",
-    "find_rank",
-    "resolve_group",
-    "find_size",
-    "find_timeout",
-]
-
 # Any: private to torch, and typed differently in each version.
 _registry: Any = _distributed_c10d
 _ALONE = "autotp_alone"

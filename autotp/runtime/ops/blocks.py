@@ -15,17 +15,6 @@ from torch.nn import functional
 from autotp.algebra.split import Extent, Peers, Segment, Split
 from autotp.errors import PlanError
 
-__all__ = [
-    "keep_first_copy",
-    "fit_split",
-    "fit_local_split",
-    "concatenate_shards",
-    "write_block",
-    "reorder_segments",
-    "list_segments",
-    "slice_block",
-]
-
 
 def slice_block(x: Tensor, dim: int, split: Split, rank: int, parts: int) -> Tensor:
     """Slice the shard of `rank` of `parts` ranks from the full `x`, whose `dim` is split.

@@ -18,8 +18,6 @@ from autotp.algebra.split import Peers
 from autotp.runtime.group.failures import note_wait
 from autotp.runtime.group.process_group import check_group, find_rank, find_size, name_subgroup
 
-__all__ = ["Communicator", "Message", "Processes"]
-
 _ops = torch.ops._c10d_functional
 
 

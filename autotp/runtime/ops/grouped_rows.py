@@ -11,8 +11,6 @@ from torch import Tensor
 
 from autotp.algebra.split import share
 
-__all__ = ["localise_index", "find_own_bounds", "move_rows_back", "move_rows_first"]
-
 
 def move_rows_first(x: Tensor, bounds: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
     """Move the rows of the groups of `rank` of `ranks` to the front, followed by zeros."""

@@ -38,8 +38,6 @@ from autotp.runtime.ops.communicator import Communicator, Processes
 from autotp.runtime.ops.grouped_rows import find_own_bounds, localise_index
 from autotp.runtime.ops.primitives import Cut, Wire, run_primitive
 
-__all__ = ["LIBRARY", "OPS", "Arguments", "Op", "bind_arguments", "read_wire", "write_schema"]
-
 LIBRARY = torch.library.Library("autotp", "DEF")
 """Keeps the ops alive: they are deregistered with it."""
 

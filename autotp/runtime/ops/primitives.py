@@ -28,8 +28,6 @@ from autotp.runtime.ops.blocks import (
 from autotp.runtime.ops.communicator import Communicator, Message
 from autotp.runtime.ops.grouped_rows import move_rows_back, move_rows_first
 
-__all__ = ["LOCAL", "Cut", "Wire", "run_primitive"]
-
 Steps: TypeAlias = Generator[Message, Tensor, Tensor]
 """One rank's part of a primitive with a collective: yields its message, is sent the result."""
 

@@ -22,8 +22,6 @@ from autotp.verification.rules.cases import OpCase, RandomTensor, Sample, build_
 from autotp.verification.rules.laws import find_violations, list_strategies
 from autotp.verification.rules.written import parse_sample
 
-__all__ = ["check_rules", "require_valid_rules"]
-
 _GROUPS = (2, 3)
 _REFUSALS = (RuntimeError, ValueError, TypeError, IndexError)
 _SIZES = (3, 5, 7, 8, 9, 10, 11, 13)

@@ -10,8 +10,6 @@ from autotp.runtime.ops.grouped_rows import find_own_bounds, localise_index
 from autotp.runtime.ops.library import bind_arguments, read_wire
 from autotp.runtime.ops.primitives import LOCAL
 
-__all__ = ["RankInterpreter"]
-
 
 class RankInterpreter(fx.Interpreter):
     """Interprets a rewritten graph as one rank, without a group."""

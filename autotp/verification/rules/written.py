@@ -26,8 +26,6 @@ from autotp.verification.rules.cases import (
     short,
 )
 
-__all__ = ["parse_sample"]
-
 
 def _make_tensor(values: list[Any], *, dtype: torch.dtype | None = None) -> Tensor:
     return torch.tensor(values, dtype=dtype)

@@ -23,8 +23,6 @@ from autotp.errors import VerifyError
 from autotp.runtime.ops.communicator import Message
 from autotp.runtime.ops.library import OPS, Arguments
 
-__all__ = ["JOINT", "NAMESPACES", "Lockstep", "Tally", "run_jointly"]
-
 Tally: TypeAlias = Counter[str]
 """Collectives run so far: `"forward all_reduce"` to its count."""
 

@@ -20,8 +20,6 @@ from autotp.errors import AutotpError, VerifyError
 from autotp.runtime.ops.library import bind_arguments
 from autotp.verification.simulate.collectives import NAMESPACES, Tally, run_jointly
 
-__all__ = ["OUTPUT", "Observe", "RankGraph", "RankTensors", "Read", "Walker", "find_flat_name"]
-
 Observe: TypeAlias = Callable[[str, list[Tensor]], None]
 """Called for each tensor when it is computed: name of the flat node, value on each rank."""
 

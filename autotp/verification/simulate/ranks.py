@@ -19,8 +19,6 @@ from autotp.runtime.variant import Variant
 from autotp.verification.simulate.collectives import Tally
 from autotp.verification.simulate.lockstep import Observe, RankGraph, RankTensors, Read, Walker
 
-__all__ = ["Simulation", "list_input_leaves", "simulate", "find_variant", "walk_ranks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
