@@ -35,7 +35,6 @@ def find_analysis_faults(analysis: Analysis, rulebook: Rulebook) -> Iterator[str
     reader = _RuleReader(analysis)
     for use in analysis.uses.values():
         yield from (f"{describe_node(use.node)}: {reason}" for reason in reader.find_faults(use))
-    yield from _check_unruled(analysis)
 
 
 def _check_forest(analysis: Analysis) -> Iterator[str]:
@@ -222,48 +221,17 @@ def _describe_slot(slot: Slot) -> str:
     return f"dim {dim} of " + (f"operand {number}" if number >= 0 else f"result {~number}")
 
 
-def _check_unruled(analysis: Analysis) -> Iterator[str]:
-    """A node with results is unruled exactly where it has no rule, found or written."""
-    unruled = set(analysis.unruled)
-    for node, use in analysis.uses.items():
-        if (node in unruled) != (not use.rule.ruled and bool(list_results(node))):
-            yield (
-                f"{describe_node(node)}: listed as unruled is {node in unruled}, but its rule says "
-                f"ruled={use.rule.ruled}"
-            )
-    for node in unruled - analysis.uses.keys():
-        yield f"{describe_node(node)}: is listed as unruled, but was not analysed"
-    for node, found in analysis.discovered.items():
-        if found.op != str(node.target) or (found.row is None) != (node in unruled):
-            yield (
-                f"{describe_node(node)}: running {found.op} found "
-                f"{found.row or f'no rule ({found.reason})'}, but the node is "
-                f"{'unruled' if node in unruled else 'ruled'}"
-            )
-
-
 # ── match ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_matching_faults(analysis: Analysis, matching: Matching) -> Iterator[str]:
-    """Each way in which the pairs and homes of `matching` contradict the rules of `analysis`."""
-    roles = _Roles.read(analysis)
+    """Each way in which the pairs and homes of `matching` contradict `analysis`."""
     owners: dict[Atom, AxisPair] = {}
     for pair in matching.pairs:
-        yield from (f"{_describe_pair(pair)}: {reason}" for reason in roles.check_pair(pair))
+        yield from (f"{_describe_pair(pair)}: {reason}" for reason in _check_pair(analysis, pair))
         for axis in pair.axes:
             if owners.setdefault(axis, pair) is not pair:
                 yield f"axis {axis.name} is in two pairs: {_describe_pair(pair)} and another"
-    yield from _check_assigned_pairs(matching)
-    for name, axes in matching.home.items():
-        yield from (f"parameter {name}: {reason}" for reason in roles.check_home(name, axes))
-    for name, axis in matching.experts.items():
-        if name not in analysis.parameters or (axis,) not in roles.list_dims(name):
-            yield f"parameter {name}: its axis of experts {axis.name} is not one of its dims"
-
-
-def _check_assigned_pairs(matching: Matching) -> Iterator[str]:
-    """A parameter has settled in one of the pairs, which it opens or closes, and has homes then."""
     pairs = set(matching.pairs)
     for name, pair in matching.pair_of.items():
         if pair not in pairs:
@@ -272,74 +240,34 @@ def _check_assigned_pairs(matching: Matching) -> Iterator[str]:
             yield f"parameter {name} neither opens nor closes its pair: {_describe_pair(pair)}"
     if odd := matching.home.keys() ^ matching.pair_of.keys():
         yield f"parameters with a pair or with home axes, but not both: {', '.join(sorted(odd))}"
+    experts = {name: (axis,) for name, axis in matching.experts.items()}
+    for name, axes in (*matching.home.items(), *experts.items()):
+        own = set(_list_axes(analysis, name))
+        if strange := [axis.name for axis in axes if axis not in own]:
+            yield f"parameter {name}: its axes {', '.join(strange)} are none of its own"
 
 
-@dataclass(frozen=True, slots=True)
-class _Roles:
-    """What ops do with the axes of each parameter, read directly or through what is made of it.
+def _check_pair(analysis: Analysis, pair: AxisPair) -> Iterator[str]:
+    """Each way in which a pair is none: its axes, and the parameters that open and close it."""
+    forest = analysis.forest
+    for axis in pair.axes:
+        leaf = forest.find(axis) is axis and axis.parts is None and axis.segments is None
+        if not leaf or (axis.size.static or 0) < 2 or axis.data:
+            yield f"{axis.name} of size {axis.size} is not an axis that can be split"
+    if not pair.axes or not pair.openers or not (pair.closers or pair.vocabulary):
+        yield f"has {len(pair.openers)} openers and {len(pair.closers)} closers"
+    for name in (*pair.openers, *pair.closers):
+        if name not in analysis.parameters:
+            yield f"{name} is not a parameter of the graph"
+        elif set(pair.axes).isdisjoint(_list_axes(analysis, name)):
+            yield f"{name} has none of its axes"
 
-    - `produced`: the axes that pass on; `contracted`: those that a product sums over.
-    """
 
-    analysis: Analysis
-    produced: Mapping[str, set[Atom]]
-    contracted: Mapping[str, set[Atom]]
-
-    @staticmethod
-    def read(analysis: Analysis) -> "_Roles":
-        """The roles of every parameter of a program."""
-        names: dict[Value, set[str]] = {(n, 0): {p} for p, n in analysis.parameters.items()}
-        produced: dict[str, set[Atom]] = {name: set() for name in analysis.parameters}
-        contracted: dict[str, set[Atom]] = {name: set() for name in analysis.parameters}
-        for use in analysis.uses.values():
-            read = [names.get(o.value, set[str]()) for o in use.operands]
-            for number in range(len(use.rule.results)):
-                if (use.node, number) in analysis.weights:
-                    names[(use.node, number)] = set[str]().union(*read)
-            for factor in use.rule.factors:
-                found = contracted if factor.kind == "reduce" else produced
-                axes = set(analysis.forest.list_leaves(factor.dim))
-                for name in {n for s, _ in factor.slots if s >= 0 for n in read[s]}:
-                    found[name] |= axes
-        return _Roles(analysis, produced, contracted)
-
-    def list_dims(self, name: str) -> list[Dim]:
-        """The dims of a parameter."""
-        return [
-            self.analysis.forest.flatten(dim)
-            for dim in self.analysis.dims[(self.analysis.parameters[name], 0)]
-        ]
-
-    def check_pair(self, pair: AxisPair) -> Iterator[str]:
-        """Each way in which a pair is none."""
-        forest = self.analysis.forest
-        for axis in pair.axes:
-            leaf = forest.find(axis) is axis and axis.parts is None and axis.segments is None
-            if not leaf or (axis.size.static or 0) < 2 or axis.data:
-                yield f"{axis.name} of size {axis.size} is not an axis that can be split"
-        if not pair.axes or not pair.openers or not (pair.closers or pair.vocabulary):
-            yield f"has {len(pair.openers)} openers and {len(pair.closers)} closers"
-        for name in (*pair.openers, *pair.closers):
-            if name not in self.analysis.parameters:
-                yield f"{name} is not a parameter of the graph"
-        axes = set(pair.axes)
-        for name in (n for n in pair.openers if n in self.produced):
-            made = self.produced[name] | (self.contracted[name] if pair.vocabulary else set[Atom]())
-            if made.isdisjoint(axes):
-                yield f"no op lets an axis of it pass from its opener {name}"
-        for name in (n for n in pair.closers if n in self.contracted):
-            if self.contracted[name].isdisjoint(axes):
-                yield f"no op contracts an axis of it with its closer {name}"
-
-    def check_home(self, name: str, axes: Sequence[Atom]) -> Iterator[str]:
-        """Each way in which `axes` are not axes along which a parameter can be split."""
-        if name not in self.analysis.parameters:
-            yield "is not a parameter of the graph"
-            return
-        own = {a for dim in self.list_dims(name) for a in self.analysis.forest.list_leaves(dim)}
-        strange = [axis.name for axis in axes if axis not in own]
-        if strange:
-            yield f"its home axes {', '.join(strange)} are none of its own"
+def _list_axes(analysis: Analysis, name: str) -> Iterator[Atom]:
+    """The axes of a parameter; none if it is unknown."""
+    node = analysis.parameters.get(name)
+    for dim in analysis.dims[(node, 0)] if node is not None else ():
+        yield from analysis.forest.list_leaves(dim)
 
 
 def _describe_pair(pair: AxisPair) -> str:
