@@ -128,7 +128,7 @@ def parallelize(
     check_rank(rank)
     own = resolve_group(tp, mesh=mesh, group=group, rank=rank, timeout=timeout)
     compiler, compiled = compile_on_all_ranks(own, model, debug=debug, **options)
-    tensors = (*compiler.whole.parameters.items(), *compiler.whole.buffers.items())
+    tensors = (*compiler.source.parameters.items(), *compiler.source.buffers.items())
     require_equal_weights(own, tensors, "the unsharded weights")
     return attach_group_monitor(compiler.build(compiled, own), debug=debug)
 
@@ -159,7 +159,7 @@ def compile_on_all_ranks(
         make_subgroups(group, compiled.plan)
     excess = describe_excess_replication(compiled.plan.parameters, group.size)
     if excess and (group.rank == 0 or not group_exists(group.name)):
-        warnings.warn(f"{compiler.whole.name}: {excess}", stacklevel=3)
+        warnings.warn(f"{compiler.source.name}: {excess}", stacklevel=3)
     return compiler, compiled
 
 
@@ -203,7 +203,7 @@ def verify(
         request = replace(request, training=True)
     compiler = ModelCompiler.of(model, request)
     compiled = compiler.compile(tp, "tp")
-    for name, tensor in compiler.whole.parameters.items():
+    for name, tensor in compiler.source.parameters.items():
         check_values(name, tensor, torch.device("cpu"))
     ranks = [compiler.build(compiled, Group("tp", tp, r, find_device(model))) for r in range(tp)]
     found = [

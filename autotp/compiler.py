@@ -141,8 +141,8 @@ class ModelCompiler:
         self.training = model.training if request.training is None else request.training
         self.later: tuple[ModelCompiler, ...] = ()
         self.longest: Pricing | None = None
-        self.whole = read_source_model(model)
-        check_sums(self.whole.parameters, request.reduce_dtype)
+        self.source = read_source_model(model)
+        check_sums(self.source.parameters, request.reduce_dtype)
         given = inputs if inputs is not None else request.example_inputs
         if given is None:
             given, self.program = choose_inputs(model, self.training, self._capture)
@@ -152,7 +152,7 @@ class ModelCompiler:
         self.inputs = Signature.of(model).add_implied(flatten_caches(given))
         self.analysis = propagate(
             self.program,
-            list(self.whole.parameters),
+            list(self.source.parameters),
             request.rules,
             strict=request.strict,
             gradients=self.training,
@@ -172,18 +172,21 @@ class ModelCompiler:
     def compile(self, tp: int, group: str) -> CompiledVariant:
         """Plan the call for `tp` ranks and rewrite it for the group called `group`."""
         compilers = (self, *self.later)
-        posed = [each.formulate(tp) for each in compilers]
+        formulated = [each.formulate(tp) for each in compilers]
         phases, problem = formulate_phases(
-            [PlannedPhase(c.analysis, p, c.calls) for c, p in zip(compilers, posed, strict=True)]
+            [
+                PlannedPhase(c.analysis, p, c.calls)
+                for c, p in zip(compilers, formulated, strict=True)
+            ]
         )
         solution = solve(problem)
-        parts = zip(compilers, posed, split_solution(phases, solution), strict=True)
+        parts = zip(compilers, formulated, split_solution(phases, solution), strict=True)
         own, *others = [(c, p, part) for c, p, part in parts]
         first = own[0].lower(*own[1:], tp, group)
         later = [c.lower(p, part, tp, group, first.plan) for c, p, part in others]
         plan = add_phases(first.plan, [v.plan for v in later], [c.calls for c in compilers])
         if self.request.strict and (excess := describe_excess_replication(plan.parameters, tp)):
-            raise PlanError(f"{self.whole.name}: strict=True, but {excess}. {_LESS_REPLICATED}")
+            raise PlanError(f"{self.source.name}: strict=True, but {excess}. {_LESS_REPLICATED}")
         return replace(first, plan=plan, problem=problem, solution=solution, later=tuple(later))
 
     def formulate(self, tp: int, *, everything: bool = False) -> PlacementProblem:
@@ -205,7 +208,7 @@ class ModelCompiler:
 
     def lower(
         self,
-        posed: PlacementProblem,
+        formulated: PlacementProblem,
         solution: Solution,
         tp: int,
         group: str,
@@ -215,7 +218,7 @@ class ModelCompiler:
 
         `prefill`: the plan of the call that this one was planned together with.
         """
-        decision = interpret_solution(posed, solution)
+        decision = interpret_solution(formulated, solution)
 
         def rewrite_for(rank: int) -> Rewritten:
             target = Target(tp, group, self.training, self.request.reduce_dtype, rank)
@@ -233,13 +236,13 @@ class ModelCompiler:
 
         rewritten = rewrite_for(0)
         findings = Findings(
-            self.analysis, self.matching, decision, solution, rewritten.collectives, posed.ways
+            self.analysis, self.matching, decision, solution, rewritten.collectives, formulated.ways
         )
         sizes = read_data_sizes(self.program, list_tensor_leaves(self.inputs))
         call = Call(tp, self.training, self.key(), sizes, self.request, self.longest, prefill)
-        plan = summarise(self.whole, findings, self.pricing, call)
+        plan = summarise(self.source, findings, self.pricing, call)
         return CompiledVariant(
-            self.program, plan, posed.problem, solution, decision, rewrite_for, rewritten
+            self.program, plan, formulated.problem, solution, decision, rewrite_for, rewritten
         )
 
     def build(
@@ -258,7 +261,7 @@ class ModelCompiler:
         device = torch.device("meta") if imagined else group.device
         tree = build_tree(
             self.model,
-            shards or dict(slice_parameters(self.whole.parameters, compiled.plan, group, device)),
+            shards or dict(slice_parameters(self.source.parameters, compiled.plan, group, device)),
             plan=compiled.plan,
             group=group,
             device=device,
@@ -293,7 +296,7 @@ class ModelCompiler:
 
     def _check_stage(self, stage: Stage, faults: Iterator[str]) -> None:
         if self.request.check_stages or is_switched_on():
-            check_stage(stage, self.whole.name, faults)
+            check_stage(stage, self.source.name, faults)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Give the parameters and buffers that the graph may read, by name."""
@@ -302,10 +305,10 @@ class ModelCompiler:
     def _constraints(self, tp: int) -> Mapping[str, Constraint]:
         """Give what a plan to follow, or overrides, leave to each parameter."""
         if self.request.plan is not None:
-            plan = check_followed_plan(self.request.plan, self.whole, tp, training=self.training)
+            plan = check_followed_plan(self.request.plan, self.source, tp, training=self.training)
             return constrain_to_plan(plan, self.analysis)
         return constrain_to_overrides(
-            self.request.overrides, self.whole, self.analysis, self.matching, tp
+            self.request.overrides, self.source, self.analysis, self.matching, tp
         )
 
 

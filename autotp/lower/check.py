@@ -264,8 +264,8 @@ def _list_buckets(node: fx.Node, analysis: Analysis, tp: int) -> Set[object]:
         meta = analysis.metas[(analysis.parameters[str(parameter.target)], 0)]
         if meta.requires_grad:
             dtype = node.kwargs.get("dtype") or meta.dtype
-            whole = {Peers(0, tp, 1): 0}
-            copied = Split.decode(cut[1:]).count_shared(tp) if cut else whole
+            everyone = {Peers(0, tp, 1): 0}
+            copied = Split.decode(cut[1:]).count_shared(tp) if cut else everyone
             found |= {(dtype, peers) for peers in copied}
     return found
 

@@ -104,10 +104,10 @@ def emit_local_size(size: Argument, dim: Dim, site: Site) -> Argument:
         return size
     if not isinstance(size, fx.Node):
         return emit_local_length(dim, site)
-    whole, local, even = _count_units(dim, site)
+    full, local, even = _count_units(dim, site)
     if even:
-        return site.emit(operator.floordiv, size, whole // local)
-    return site.emit(operator.mul, site.emit(operator.floordiv, size, whole), local)
+        return site.emit(operator.floordiv, size, full // local)
+    return site.emit(operator.mul, site.emit(operator.floordiv, size, full), local)
 
 
 def _count_units(dim: Dim, site: Site) -> tuple[int, int, bool]:
@@ -271,10 +271,10 @@ def rescale(site: Site) -> fx.Node:
     if site.strategy.results[0].kind != "P":
         return value
     reduced = next(f for f in site.use.rule.factors if f.kind == "reduce" and site.is_split(f.dim))
-    whole, local, even = _count_units(reduced.dim, site)
+    full, local, even = _count_units(reduced.dim, site)
     if even:
-        return site.emit(aten.div.Tensor, value, whole // local)
-    return site.emit(aten.mul.Tensor, value, local / whole)
+        return site.emit(aten.div.Tensor, value, full // local)
+    return site.emit(aten.mul.Tensor, value, local / full)
 
 
 FORMS: Mapping[str, Form] = {

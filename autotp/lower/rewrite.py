@@ -372,12 +372,12 @@ class _Writer:
             found = self.locals[key] = meta.new_empty(shape)
         return found
 
-    def _find_local_size(self, whole: Any, split: Split) -> Any:
+    def _find_local_size(self, size: Any, split: Split) -> Any:
         rank, tp = self.target.rank, self.target.tp
         if split.is_known:
             return split.local_length(rank, tp)
         cuts = split.segments[0].cuts
-        return whole // prod(e.size for e in cuts) * prod(e.part(rank, tp)[1] for e in cuts)
+        return size // prod(e.size for e in cuts) * prod(e.part(rank, tp)[1] for e in cuts)
 
 
 def _copy_lists(args: tuple[Any, ...]) -> list[Any]:

@@ -120,12 +120,12 @@ class AxisPair:
     interior: frozenset[str]
 
     @property
-    def words(self) -> dict[str, str]:
+    def names(self) -> dict[str, str]:
         """The printed name of each axis: `kv_heads` and `heads_per_kv` of a family."""
         base = self.role.axis
-        words = [base] if len(self.axes) == 1 else [f"kv_{base}", f"{base}_per_kv"]
-        words += [f"{base}_{k}" for k in range(2, len(self.axes))]
-        return {axis.name: word for axis, word in zip(self.axes, words, strict=False)}
+        names = [base] if len(self.axes) == 1 else [f"kv_{base}", f"{base}_per_kv"]
+        names += [f"{base}_{k}" for k in range(2, len(self.axes))]
+        return {axis.name: name for axis, name in zip(self.axes, names, strict=False)}
 
 
 @dataclass(slots=True)
@@ -178,7 +178,7 @@ class EmittedCollective:
     - `shares`: for each value, the fraction of its bytes that moves; above 1 with padding.
     - `axes`: the sharded axes that make it necessary.
     - `ranks`, `stride`: of the sub-groups it runs in: every `stride`-th of `ranks * stride`
-      consecutive ranks; 0 is the whole group.
+      consecutive ranks; 0 is the full group.
     """
 
     kind: str

@@ -165,9 +165,9 @@ class OverrideConstraint:
 
     def _name_axes(self, axes: Iterable[Atom]) -> str:
         """The axes by name and size, those in no pair by size: `heads (8) or one of 64`."""
-        words = {a: w for pair in self.layouts.matching.pairs for a, w in pair.words.items()}
-        sized = sorted((a.units, words.get(a.name, "")) for a in set(axes))
-        texts = [f"{word} ({size})" if word else f"one of {size}" for size, word in sized]
+        names = {a: w for pair in self.layouts.matching.pairs for a, w in pair.names.items()}
+        sized = sorted((a.units, names.get(a.name, "")) for a in set(axes))
+        texts = [f"{name} ({size})" if name else f"one of {size}" for size, name in sized]
         return " or ".join(dict.fromkeys(texts)).removeprefix("one ")
 
 

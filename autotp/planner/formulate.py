@@ -68,14 +68,14 @@ def formulate(analysis: Analysis, matching: Matching, terms: Terms) -> Placement
     return _Formulation(analysis, matching, terms).build()
 
 
-def interpret_solution(posed: PlacementProblem, solution: Solution) -> Decision:
+def interpret_solution(formulated: PlacementProblem, solution: Solution) -> Decision:
     """The placements that a solution stands for."""
     return Decision(
-        {n: domain[solution.choice[v]] for n, (v, domain) in posed.parameters.items()},
-        {n: domain[solution.choice[v]] for n, (v, domain) in posed.uses.items()},
-        {n: domain[solution.choice[v]] for n, (v, domain) in posed.delivered.items()},
-        posed.prices,
-        {k: domain[solution.choice[v]] for k, (v, domain) in posed.caches.items()},
+        {n: domain[solution.choice[v]] for n, (v, domain) in formulated.parameters.items()},
+        {n: domain[solution.choice[v]] for n, (v, domain) in formulated.uses.items()},
+        {n: domain[solution.choice[v]] for n, (v, domain) in formulated.delivered.items()},
+        formulated.prices,
+        {k: domain[solution.choice[v]] for k, (v, domain) in formulated.caches.items()},
     )
 
 
@@ -221,8 +221,8 @@ class _Formulation:
     ) -> NDArray[np.int64]:
         costs = self._rank_choices(len(domain))
         for k, placement in enumerate(domain):
-            told = self.weights.cost(name, value, placement)
-            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = told.home, told.time, told.local
+            price = self.weights.cost(name, value, placement)
+            costs[_HOME, k], costs[_TIME, k], costs[_BYTES, k] = price.home, price.time, price.local
         return self._share_costs(costs.tobytes(), lambda: costs)
 
     def _list_requested(

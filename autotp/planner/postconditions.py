@@ -280,9 +280,9 @@ def _describe_pair(pair: AxisPair) -> str:
 # ── formulate ────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
+def find_problem_faults(analysis: Analysis, formulated: PlacementProblem) -> Iterator[str]:
     """Each way in which the placement problem is malformed, or is not the one of `analysis`."""
-    problem = posed.problem
+    problem = formulated.problem
     if problem.levels != LEVELS:
         yield f"the problem has levels {problem.levels}, not {LEVELS}"
         return
@@ -290,9 +290,9 @@ def find_problem_faults(analysis: Analysis, posed: PlacementProblem) -> Iterator
     yield from malformed
     if malformed:
         return
-    meanings = list(_list_meanings(posed))
-    yield from _check_meanings(analysis, posed, meanings)
-    yield from _check_domains(analysis, posed)
+    meanings = list(_list_meanings(formulated))
+    yield from _check_meanings(analysis, formulated, meanings)
+    yield from _check_domains(analysis, formulated)
     yield from _check_replicated(problem, dict(meanings))
 
 
@@ -327,20 +327,20 @@ def _check_tables(problem: Problem) -> Iterator[str]:
         seen.add(id(costs))
 
 
-def _list_meanings(posed: PlacementProblem) -> Iterator[tuple[int, Sequence[Any]]]:
+def _list_meanings(formulated: PlacementProblem) -> Iterator[tuple[int, Sequence[Any]]]:
     """Each variable that stands for something, with what its choices stand for."""
-    for found in (posed.parameters, posed.uses, posed.delivered, posed.caches):
+    for found in (formulated.parameters, formulated.uses, formulated.delivered, formulated.caches):
         yield from cast("Iterable[tuple[int, Sequence[Any]]]", found.values())
 
 
 def _check_meanings(
-    analysis: Analysis, posed: PlacementProblem, meanings: Sequence[tuple[int, Sequence[Any]]]
+    analysis: Analysis, formulated: PlacementProblem, meanings: Sequence[tuple[int, Sequence[Any]]]
 ) -> Iterator[str]:
     """Everything that was analysed is decided by one variable of its own, choice by choice."""
-    variables = posed.problem.variables
-    for node in analysis.uses.keys() - posed.uses.keys():
+    variables = formulated.problem.variables
+    for node in analysis.uses.keys() - formulated.uses.keys():
         yield f"{describe_node(node)}: has no variable for its strategy"
-    for name in analysis.parameters.keys() - posed.parameters.keys():
+    for name in analysis.parameters.keys() - formulated.parameters.keys():
         yield f"parameter {name} has no variable for its placement"
     seen: set[int] = set()
     for number, domain in meanings:
@@ -357,9 +357,9 @@ def _check_meanings(
             yield f"variable {variable.name} decides nothing by its {len(variable.domain)} choices"
 
 
-def _check_domains(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]:
+def _check_domains(analysis: Analysis, formulated: PlacementProblem) -> Iterator[str]:
     """Placements are of dims that exist, and of axes that they have."""
-    for node, (_, strategies) in posed.uses.items():
+    for node, (_, strategies) in formulated.uses.items():
         use = analysis.uses.get(node)
         if use is None:
             yield f"{describe_node(node)}: has a variable, but was not analysed"
@@ -373,7 +373,7 @@ def _check_domains(analysis: Analysis, posed: PlacementProblem) -> Iterator[str]
                     f"{', '.join(map(str, (*strategy.operands, *strategy.results)))}, but operands "
                     f"and results have {ranks} dims"
                 )
-    for name, (_, domain) in posed.parameters.items():
+    for name, (_, domain) in formulated.parameters.items():
         dims = analysis.dims[(analysis.parameters[name], 0)]
         for placement in domain:
             if not _fits([placement], [len(dims)]) or (

@@ -263,9 +263,12 @@ class ShardedModel(FixedModule):
                 f"{type(self).__name__}: {path} is one of its layers, which run only inside the "
                 "model. Call the model, or the module that contains the layers."
             )
-        whole, source = self.sharded_state.source, self.sharded_state.source.get_submodule(path)
+        full_model, source = (
+            self.sharded_state.source,
+            self.sharded_state.source.get_submodule(path),
+        )
         plan = restrict_plan(
-            self.sharded_state.plan, read_source_model(whole), read_source_model(source)
+            self.sharded_state.plan, read_source_model(full_model), read_source_model(source)
         )
         signature = Signature.of(module)
         module.__class__ = make_model_class(type(module))

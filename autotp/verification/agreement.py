@@ -29,7 +29,7 @@ from autotp.errors import PlanError
 from autotp.runtime.ops.blocks import concatenate_shards
 
 Claim: TypeAlias = Literal["each", "sum", "concatenation"]
-"""Which tensor made from the ranks' own is the whole one: each of them, their sum, their join."""
+"""What equals the unsharded tensor: each rank's tensor, their sum, or their concatenation."""
 
 CLAIMS: Mapping[Kind, Claim] = {"R": "each", "R~": "each", "P": "sum", "S": "concatenation"}
 GRADIENT_KINDS: Mapping[Kind, Kind] = {"R": "R", "R~": "P", "P": "R", "S": "S"}

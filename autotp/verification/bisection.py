@@ -49,7 +49,7 @@ class ComparisonCase:
     - `negligible`: gradients below this fraction of the largest one are compared with it.
     """
 
-    whole: nn.Module
+    unsharded: nn.Module
     models: Sequence[ShardedModel]
     program: Program
     inputs: Mapping[str, Any]
@@ -62,7 +62,7 @@ class ComparisonCase:
     def run_program(self, observe: Observe | None = None, read: Read | None = None) -> Simulation:
         """The captured program on the unsharded model, from the random state of the case."""
         torch.manual_seed(self.seed)
-        graph = build_full_graph(self.whole, self.program)
+        graph = build_full_graph(self.unsharded, self.program)
         return walk_ranks(
             [graph], self.program, self.inputs, observe=observe, read=read, dtype=self.dtype
         )

@@ -55,7 +55,7 @@ class Figures:
 
 
 def measure_gaps(
-    whole: Results, ranks: Sequence[Results], plan: Plan | None, negligible: float
+    unsharded: Results, ranks: Sequence[Results], plan: Plan | None, negligible: float
 ) -> dict[Quantity, Difference]:
     """How far the ranks are from the unsharded model, in each output and gradient.
 
@@ -64,18 +64,22 @@ def measure_gaps(
       such as those of a bias before softmax, are zero except for rounding.
     """
     records = _index_records(plan)
-    floor = negligible * _find_largest(whole.gradients.values())
-    gaps = {Quantity("output", name): gap for name, gap in _measure_outputs(whole, ranks)}
+    floor = negligible * _find_largest(unsharded.gradients.values())
+    gaps = {Quantity("output", name): gap for name, gap in _measure_outputs(unsharded, ranks)}
     return gaps | {
-        Quantity("gradient", name): _measure_gradient(whole, ranks, name, records.get(name), floor)
-        for name in whole.gradients
+        Quantity("gradient", name): _measure_gradient(
+            unsharded, ranks, name, records.get(name), floor
+        )
+        for name in unsharded.gradients
     }
 
 
-def _measure_outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple[str, Difference]]:
+def _measure_outputs(
+    unsharded: Results, ranks: Sequence[Results]
+) -> Iterator[tuple[str, Difference]]:
     """The difference of each output, on the rank where it is largest."""
-    for name in {**whole.outputs, **ranks[0].outputs}:
-        sides = [results.outputs.get(name) for results in (whole, *ranks)]
+    for name in {**unsharded.outputs, **ranks[0].outputs}:
+        sides = [results.outputs.get(name) for results in (unsharded, *ranks)]
         present = [x for x in sides if x is not None]
         if len(present) < len(sides):
             yield name, _make_infinite("only one side has this output")
@@ -86,7 +90,7 @@ def _measure_outputs(whole: Results, ranks: Sequence[Results]) -> Iterator[tuple
 
 
 def _measure_gradient(
-    whole: Results,
+    unsharded: Results,
     ranks: Sequence[Results],
     name: str,
     record: ParameterRecord | None,
@@ -96,7 +100,7 @@ def _measure_gradient(
 
     Constraints: a missing gradient counts as zeros.
     """
-    sides = [results.gradients[name] for results in (whole, *ranks)]
+    sides = [results.gradients[name] for results in (unsharded, *ranks)]
     like = next((x for x in sides if x is not None), None)
     if like is None:
         return Difference(0.0, 0.0)

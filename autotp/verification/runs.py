@@ -33,13 +33,13 @@ class Runs:
         Constraints: in its own dtype the model itself runs; in another dtype its program does,
         because the code of a model may fix dtypes.
         """
-        whole = self.run_model() if dtype is None else self.run_program(dtype)
+        unsharded = self.run_model() if dtype is None else self.run_program(dtype)
         try:
             run = replace(self.case, dtype=dtype).run_ranks()
             ranks = measure_run(run.outputs, run.parameters, *self._loss)
         except VerifyError as error:
             return Figures(failure=str(error))
-        return Figures(measure_gaps(whole, ranks, self.plan, negligible), run.collectives)
+        return Figures(measure_gaps(unsharded, ranks, self.plan, negligible), run.collectives)
 
     def find_capture_fault(self, negligible: float, tolerance: float) -> str:
         """How the captured program differs from the model in its own dtype; "" if it does not."""
@@ -54,12 +54,12 @@ class Runs:
     def run_model(self) -> Results:
         """The results of the model's forward, without its hooks, which generated code has too."""
         torch.manual_seed(self.case.seed)
-        whole = self.case.whole
+        unsharded = self.case.unsharded
         # a forward updates its cache in place: each run has its own copy
         inputs = pytree.tree_map(_copy_cache, dict(self.case.inputs), is_leaf=_is_cache_state)
-        output = flatten_caches(whole.forward(**inputs))
+        output = flatten_caches(unsharded.forward(**inputs))
         leaves = list_input_leaves(name_leaves(self.case.inputs).items())
-        return measure_run([output], [dict(whole.named_parameters()) | leaves], *self._loss)[0]
+        return measure_run([output], [dict(unsharded.named_parameters()) | leaves], *self._loss)[0]
 
     def run_program(self, dtype: torch.dtype | None) -> Results:
         """The results of the captured program on the unsharded model.

@@ -60,7 +60,7 @@ _NEGLIGIBLE = 1e-2
 
 
 def compare_ranks(
-    whole: nn.Module,
+    unsharded: nn.Module,
     models: Sequence[ShardedModel],
     inputs: Mapping[str, Any],
     plan: Plan,
@@ -71,19 +71,19 @@ def compare_ranks(
     seed: int,
     dtype: torch.dtype = torch.float32,
 ) -> Evidence:
-    """The evidence whether `models`, one per rank, equal `whole` for `inputs`.
+    """The evidence whether `models`, one per rank, equal `unsharded` for `inputs`.
 
-    - `program`: captured from `whole`; `trace`: the placement of each value of the ranks' graphs.
+    - `program`: captured from `unsharded`; `trace`: how each value of the ranks' graphs is placed.
     - `gradients`: of the model's own loss, or of a random projection of the outputs by `seed`.
     - `dtype`: of the computation; replaces the model's own if it differs.
 
     Constraints:
-    - `whole` and `models` have the same values, and are in the mode planned for.
+    - `unsharded` and `models` have the same values, and are in the mode planned for.
     - Nothing is changed: parameters, their `.grad`, modes, the random state.
     """
-    own = all(p.dtype == dtype for p in whole.parameters() if p.is_floating_point())
+    own = all(p.dtype == dtype for p in unsharded.parameters() if p.is_floating_point())
     measure = replace(_choose_tolerance(dtype), dtype=None if own else dtype)
-    case = ComparisonCase(whole, models, program, inputs, trace, seed, measure.dtype)
+    case = ComparisonCase(unsharded, models, program, inputs, trace, seed, measure.dtype)
     with torch.random.fork_rng(), torch.set_grad_enabled(gradients):
         return _Comparison(Runs(case, plan, gradients), measure, dtype).run()
 
@@ -130,8 +130,8 @@ class _Comparison:
 
     def _find_capture_fault(self) -> str | None:
         """How the program differs from the model in the model's own dtype; None if it does not."""
-        whole = self.runs.case.whole
-        kinds = {p.dtype for p in whole.parameters() if p.is_floating_point()}
+        unsharded = self.runs.case.unsharded
+        kinds = {p.dtype for p in unsharded.parameters() if p.is_floating_point()}
         coarsest = max(kinds or {self.dtype}, key=lambda dtype: torch.finfo(dtype).eps)
         return (
             self.runs.find_capture_fault(_NEGLIGIBLE, _choose_tolerance(coarsest).tolerance) or None

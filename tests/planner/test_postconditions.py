@@ -78,7 +78,7 @@ WORK = ModelCompiler(TwoLayers(), read_request(example_inputs={"x": torch.randn(
 
 
 def planned() -> Planned:
-    analysis = propagate(WORK.program, list(WORK.whole.parameters), WORK.request.rules)
+    analysis = propagate(WORK.program, list(WORK.source.parameters), WORK.request.rules)
     WORK.analysis, WORK.matching = analysis, match(analysis, WORK.request.rules)
     return Planned(analysis, WORK.matching, WORK.formulate(2))
 

@@ -159,8 +159,8 @@ def _pass_dim(call: Call, i: int, slots: list[Slot]) -> tuple[Dim, list[Factor]]
     if same:
         return dims[0], [Factor("pass", dims[0], (*slots, (~0, i)))] if dims[0] else []
     out = call.fresh(0, i)
-    whole = [*zip(dims, slots, strict=True), (out, (~0, i))]
-    return out, [Factor("unshardable", d, (slot,)) for d, slot in whole if d]
+    unshardable = [*zip(dims, slots, strict=True), (out, (~0, i))]
+    return out, [Factor("unshardable", d, (slot,)) for d, slot in unshardable if d]
 
 
 def _look_up_dim(call: Call, i: int, slots: list[Slot], like: int) -> tuple[Dim, list[Factor]]:

@@ -73,8 +73,8 @@ def place(call: Call) -> NodeRule | None:
     known = bounds is not None and bounds[2] == 1
     found = _find_piece(call, dims[at], *bounds[:2]) if bounds is not None and known else None
     if found is None or not call.forest.unify(found[1], written[at]):
-        whole = [((0, at), dims[at]), ((1, at), written[at])]
-        return _overwrite(call, whole, {i: i for i in range(len(dims)) if i != at})
+        unshardable = [((0, at), dims[at]), ((1, at), written[at])]
+        return _overwrite(call, unshardable, {i: i for i in range(len(dims)) if i != at})
     rule = _overwrite(call, [], {i: i for i in range(len(dims)) if i != at})
     passing = Factor("pass", dims[at], ((0, at), (1, at), (~0, at)))
     extra = {"before": found[0], "piece": (found[1],)}
@@ -89,12 +89,12 @@ def put(call: Call) -> NodeRule | None:
     return _overwrite(call, [((0, at), dims[at])], places)
 
 
-def _overwrite(call: Call, whole: list[tuple[Slot, Dim]], places: dict[int, int]) -> NodeRule:
-    """`whole` dims are unshardable; `places` maps dims of the first operand to the written one."""
+def _overwrite(call: Call, unshardable: list[tuple[Slot, Dim]], places: dict[int, int]) -> NodeRule:
+    """`places` maps dims of the first operand to those of the written one."""
     dims, written = call.operands
     factors = [
         Factor("unshardable", dim, (slot, (~0, slot[1])) if slot[0] == 0 else (slot,))
-        for slot, dim in whole
+        for slot, dim in unshardable
         if dim
     ]
     for i, j in places.items():

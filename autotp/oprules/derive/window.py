@@ -64,10 +64,12 @@ def channels(call: Call) -> NodeRule | None:
     are computed. Further results, which are statistics or empty, are unshardable.
     """
     rest = _name_positions(call)
-    whole = ["b", *rest] if call.arguments.get(str(call.row.options.get("training", ""))) else []
+    unshardable = (
+        ["b", *rest] if call.arguments.get(str(call.row.options.get("training", ""))) else []
+    )
     shape = " ".join(["b", "c", *rest])
     numbers = ", ".join(["c"] * (len(call.positions) - 1))
-    row = replace(call.row, whole=frozenset(whole))
+    row = replace(call.row, whole=frozenset(unshardable))
     rule = apply_notation(replace(call, row=row), parse_rule(f"{shape}, {numbers} -> {shape}"))
     if rule is None:
         return None

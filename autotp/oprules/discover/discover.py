@@ -137,7 +137,7 @@ class _RowBuilder:
     ) -> None:
         self.trial, self.call, self.found, self.family = trial, trial.call, found, family
         self.tied = tied
-        self.whole: set[_FactorKey] = set()
+        self.unshardable: set[_FactorKey] = set()
         self.names: dict[_FactorKey, str] = {}
 
     def row(self, op: str, linear: Sequence[frozenset[int]]) -> Row:
@@ -157,7 +157,7 @@ class _RowBuilder:
             op=op,
             signature=signature,
             reduce=contracted,
-            whole=frozenset(self.names[w] for w in self.whole),
+            whole=frozenset(self.names[w] for w in self.unshardable),
             linear=tuple(linear),
             bias=frozenset(k for f in self.found for k in f.joined[0].bias),
             note="found by running it",
@@ -171,52 +171,52 @@ class _RowBuilder:
         joins = {n: f.joined[self.family] for n, f in enumerate(self.found)}
         cuts = {n: j.cuts[r] for n, j in joins.items() if j.kind == "pass"}
         made = list[list[_FactorKey]]()
-        for d, size in enumerate(self.trial.whole[r].shape):
-            words = self._dim((~r, d), cuts, size)
+        for d, size in enumerate(self.trial.results[r].shape):
+            keys = self._dim((~r, d), cuts, size)
             same = self._same(r, d, operands)
-            if same is not None and len(words) == 1 and words[0] in self.whole:
-                self.whole.discard(words[0])
-                words = [same]
-            made.append(words)
+            if same is not None and len(keys) == 1 and keys[0] in self.unshardable:
+                self.unshardable.discard(keys[0])
+                keys = [same]
+            made.append(keys)
         return made
 
     def _dim(self, slot: Slot, cuts: Mapping[int, DimSplit | None], size: int) -> list[_FactorKey]:
-        """The factors of one dim, major first; what no factor found covers must stay whole."""
+        """The factors of one dim, major first; what no factor found covers is unshardable."""
         here = sorted((c.outer, c.size, n) for n, c in cuts.items() if c and c.dim == slot[1])
-        words, before = list[_FactorKey](), 1
+        keys, before = list[_FactorKey](), 1
         for outer, length, number in here:
             if outer % before:
                 raise _OverlapError("factors of its results overlap")
-            words += self._gap(slot, before, outer)
-            words.append((number,))
+            keys += self._gap(slot, before, outer)
+            keys.append((number,))
             before = outer * length
-        return words + self._gap(slot, before, size)
+        return keys + self._gap(slot, before, size)
 
     def _gap(self, slot: Slot, before: int, after: int) -> list[_FactorKey]:
         if before == after:
             return []
-        word = (*self.tied.get(slot, slot), int(before > 1))
-        self.whole.add(word)
-        return [word]
+        key = (*self.tied.get(slot, slot), int(before > 1))
+        self.unshardable.add(key)
+        return [key]
 
     def _same(
         self, r: int, d: int, operands: Sequence[list[list[_FactorKey]]]
     ) -> _FactorKey | None:
-        """The whole dim of an operand that a result's dim is, going by its size and place."""
+        """The unshardable dim of an operand that a result's dim is, going by its size and place."""
         size, behind = self.call.results[r][d], len(self.call.results[r]) - d
         for k, dims in enumerate(operands):
             at = len(dims) - behind
             if at >= 0 and self.call.shapes[k][at] == size and len(dims[at]) == 1:
-                return dims[at][0] if dims[at][0] in self.whole else None
+                return dims[at][0] if dims[at][0] in self.unshardable else None
         return None
 
     def _name_pattern(self, dims: Sequence[Sequence[_FactorKey]]) -> Pattern:
-        return tuple(tuple(self._name(w) for w in words) for words in dims)
+        return tuple(tuple(self._name(w) for w in keys) for keys in dims)
 
-    def _name(self, word: _FactorKey) -> str:
-        if word not in self.names:
-            self.names[word] = next(n for n in _generate_names() if n not in self.names.values())
-        return self.names[word]
+    def _name(self, key: _FactorKey) -> str:
+        if key not in self.names:
+            self.names[key] = next(n for n in _generate_names() if n not in self.names.values())
+        return self.names[key]
 
 
 def _generate_names() -> Iterator[str]:

@@ -243,7 +243,7 @@ def find_linear_sets(families: Sequence[Sequence[Trial]]) -> list[frozenset[int]
     """The sets of operands in which the op is linear."""
     trials = [t for trials in families for t in trials]
     floats = [k for k, x in enumerate(trials[0].operands) if x.is_floating_point()]
-    if not all(x.is_floating_point() for x in trials[0].whole):
+    if not all(x.is_floating_point() for x in trials[0].results):
         return []
     return [
         operands

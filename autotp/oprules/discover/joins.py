@@ -72,14 +72,14 @@ class ShardedTrial:
 
     def _ranks(self, bias: frozenset[int] = frozenset()) -> list[list[Tensor]]:
         """The operands of each rank; those in `bias` are random summands of the full ones."""
-        whole, generator = self.trial.operands, self.trial.generator(1)
+        full, generator = self.trial.operands, self.trial.generator(1)
         ranks = [
-            [self.cuts[k].part(x, part) if k in self.cuts else x for k, x in enumerate(whole)]
+            [self.cuts[k].part(x, part) if k in self.cuts else x for k, x in enumerate(full)]
             for part in self.parts
         ]
         for k in sorted(bias):
-            noise = [self.trial.noise(whole[k], generator) for _ in self.parts[1:]]
-            for tensors, x in zip(ranks, [whole[k] - sum(noise), *noise], strict=True):
+            noise = [self.trial.noise(full[k], generator) for _ in self.parts[1:]]
+            for tensors, x in zip(ranks, [full[k] - sum(noise), *noise], strict=True):
                 tensors[k] = x
         return ranks
 
@@ -88,31 +88,31 @@ class ShardedTrial:
     def _forward(self, local: Sequence[Sequence[Tensor]]) -> Iterator[Combination]:
         """Every way in which the results of the ranks combine to the expected ones."""
         shapes = {tuple(tuple(x.shape) for x in results) for results in local}
-        if shapes != {tuple(tuple(x.shape) for x in self.trial.whole)}:
-            columns = list(zip(self.trial.whole, zip(*local, strict=True), strict=True))
-            cuts = [self._find_split(whole, pieces) for whole, pieces in columns]
+        if shapes != {tuple(tuple(x.shape) for x in self.trial.results)}:
+            columns = list(zip(self.trial.results, zip(*local, strict=True), strict=True))
+            cuts = [self._find_split(full, pieces) for full, pieces in columns]
             if all(c or self._is_whole(*column) for c, column in zip(cuts, columns, strict=True)):
                 yield Combination("pass", tuple(cuts))
-        elif all(x.is_floating_point() for x in self.trial.whole):
+        elif all(x.is_floating_point() for x in self.trial.results):
             yield from self._sums(local)
 
-    def _is_whole(self, whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-        return all(self.trial.close(whole, x) for x in pieces)
+    def _is_whole(self, full: Tensor, pieces: Sequence[Tensor]) -> bool:
+        return all(self.trial.close(full, x) for x in pieces)
 
-    def _find_split(self, whole: Tensor, pieces: Sequence[Tensor]) -> DimSplit | None:
+    def _find_split(self, full: Tensor, pieces: Sequence[Tensor]) -> DimSplit | None:
         """The split of one result into these pieces."""
-        for cut in self._list_splits(whole, pieces):
-            wanted = [cut.part(whole, part) for part in self.parts]
+        for cut in self._list_splits(full, pieces):
+            wanted = [cut.part(full, part) for part in self.parts]
             if all(self.trial.close(w, x) for w, x in zip(wanted, pieces, strict=True)):
                 return cut
         return None
 
-    def _list_splits(self, whole: Tensor, pieces: Sequence[Tensor]) -> Iterator[DimSplit]:
+    def _list_splits(self, full: Tensor, pieces: Sequence[Tensor]) -> Iterator[DimSplit]:
         """The splits of a result into pieces of these shapes."""
         shapes, size = [list(x.shape) for x in pieces], self.parts[-1].stop
-        for dim, length in enumerate(whole.shape):
+        for dim, length in enumerate(full.shape):
             rest = length // size
-            made = [list(whole.shape) for _ in self.parts]
+            made = [list(full.shape) for _ in self.parts]
             for shape, part in zip(made, self.parts, strict=True):
                 shape[dim] = rest * len(part)
             if rest and length == rest * size and made == shapes:
@@ -142,13 +142,13 @@ class ShardedTrial:
         return all(self._is_gradient(k, list(own), joined) for k, own in enumerate(columns))
 
     def _is_gradient(self, operand: int, own: list[Tensor], joined: Combination) -> bool:
-        whole = self.trial.gradients[operand]
+        full = self.trial.gradients[operand]
         if operand in self.cuts:
-            wanted = [self.cuts[operand].part(whole, part) for part in self.parts]
+            wanted = [self.cuts[operand].part(full, part) for part in self.parts]
         elif operand in joined.bias:
-            wanted = [whole] * len(self.parts)
+            wanted = [full] * len(self.parts)
         else:
-            wanted, own = [whole], [_total(own)]
+            wanted, own = [full], [_total(own)]
         pairs = zip(wanted, own, strict=True)
         return all(self.trial.close(w, g, self.trial.gradients[operand]) for w, g in pairs)
 
@@ -180,9 +180,9 @@ def is_linear(trial: Trial, operands: frozenset[int]) -> bool:
     if not trial.returns:
         return True
     found = zip(*(trial.backward(tensors, trial.given) for tensors in ranks), strict=True)
-    for whole, (k, (a, b)) in zip(trial.gradients, enumerate(found), strict=True):
+    for full, (k, (a, b)) in zip(trial.gradients, enumerate(found), strict=True):
         own = [a, b] if k in operands else [a + b]
-        if not all(trial.close(whole, g) for g in own):
+        if not all(trial.close(full, g) for g in own):
             return False
     return True
 

@@ -35,7 +35,7 @@ class Trial:
     """One run on unsharded tensors.
 
     - `values`: the sizes; `number`: of the draw.
-    - `operands`, `whole` (the results), `given` (their gradients), `gradients` (of the operands).
+    - `operands`, `results`, `given` (their gradients), `gradients` (of the operands).
     """
 
     call: OpaqueCall
@@ -43,7 +43,7 @@ class Trial:
     setting: Setting
     number: int
     operands: list[Tensor] = field(default_factory=list[Tensor])
-    whole: list[Tensor] = field(default_factory=list[Tensor])
+    results: list[Tensor] = field(default_factory=list[Tensor])
     given: list[Tensor] = field(default_factory=list[Tensor])
     gradients: list[Tensor] = field(default_factory=list[Tensor])
 
@@ -52,25 +52,25 @@ class Trial:
         generator = self.generator(0)
         self.operands = [self._sample(k, generator) for k in range(len(self.call.shapes))]
         before = [x.clone() for x in self.operands]
-        self.whole, again = self.run(self.operands, 1), self.run(self.operands, 2)
+        self.results, again = self.run(self.operands, 1), self.run(self.operands, 2)
         if not all(torch.equal(x, y) for x, y in zip(before, self.operands, strict=True)):
             return "it writes to its operands"
         memory = {x.untyped_storage().data_ptr() for x in self.operands}
-        if any(x.untyped_storage().data_ptr() in memory for x in self.whole):
+        if any(x.untyped_storage().data_ptr() in memory for x in self.results):
             return "its result shares memory with an operand"
-        if not all(_is_same(x, y) for x, y in zip(self.whole, again, strict=True)):
+        if not all(_is_same(x, y) for x, y in zip(self.results, again, strict=True)):
             return "two runs on equal operands differ"
         if reason := self._find_useless_results():
             return reason
-        self.given = [self.noise(x, generator) for x in self.whole]
+        self.given = [self.noise(x, generator) for x in self.results]
         self.gradients = self.backward(self.operands, self.given)
         finite = all(bool(torch.isfinite(g).all()) for g in self.gradients)
         return "" if finite else "its gradients are not finite"
 
     def _find_useless_results(self) -> str:
-        if [x.dim() for x in self.whole] != [len(s) for s in self.call.results]:
+        if [x.dim() for x in self.results] != [len(s) for s in self.call.results]:
             return "its results have other dims than in the model"
-        floats = [x for x in self.whole if x.is_floating_point()]
+        floats = [x for x in self.results if x.is_floating_point()]
         if not all(bool(torch.isfinite(x).all()) for x in floats):
             return "its results on random numbers are not finite"
         if any(x.numel() > 1 and bool((x == x.flatten()[0]).all()) for x in floats):
@@ -130,7 +130,7 @@ class Trial:
 
     def agrees(self, found: Sequence[Tensor]) -> bool:
         """Whether these are the results on unsharded tensors."""
-        return all(self.close(w, x) for w, x in zip(self.whole, found, strict=True))
+        return all(self.close(w, x) for w, x in zip(self.results, found, strict=True))
 
     def close(self, expected: Tensor, found: Tensor, scale: Tensor | None = None) -> bool:
         """Whether two tensors are equal, apart from rounding of numbers as large as `scale`."""
@@ -145,7 +145,7 @@ class Trial:
         return gap <= self._tolerance() * reach
 
     def _tolerance(self) -> float:
-        types = [x.dtype for x in (*self.operands, *self.whole) if x.is_floating_point()]
+        types = [x.dtype for x in (*self.operands, *self.results) if x.is_floating_point()]
         return max((_TOLERANCE.get(t, _COARSE) for t in types), default=0.0)
 
 

@@ -137,7 +137,7 @@ class _Summary:
 
     def _name_pair_axes(self, pair: AxisPair) -> dict[str, str]:
         module = _find_common_module((*pair.openers, *pair.closers))
-        return {a: f"{module}.{w}" if module else w for a, w in pair.words.items()}
+        return {a: f"{module}.{w}" if module else w for a, w in pair.names.items()}
 
     def _name_other_axes(self) -> None:
         """Name axes in no pair by the first parameter's dim that has them, and its size."""
@@ -146,8 +146,8 @@ class _Summary:
                 leaves = list(self.forest.list_leaves(dim))
                 for axis in leaves:
                     of = "" if len(leaves) == 1 else "part of "
-                    word = f"{of}dim {number} ({axis.size})"
-                    self.names.setdefault(axis.name, f"{_find_common_module((name,))}.{word}")
+                    label = f"{of}dim {number} ({axis.size})"
+                    self.names.setdefault(axis.name, f"{_find_common_module((name,))}.{label}")
 
     def _summarise_pair(self, pair: AxisPair) -> Pair:
         cut = self._find_pair_partition(pair)
@@ -155,8 +155,8 @@ class _Summary:
         axes = [self.forest.find_axis(p.axis) for p in cut.parts] or [pair.axes[0]]
         several = {*self.found.matching.experts.values()}
         names = {a: "hidden" for a in axes if a not in pair.axes}
-        told = [*pair.axes, *(a for a in axes if a in several)]
-        names |= {a: self.names[a.name].rpartition(".")[2] for a in told}
+        named_axes = [*pair.axes, *(a for a in axes if a in several)]
+        names |= {a: self.names[a.name].rpartition(".")[2] for a in named_axes}
         carrying = axes if cut.parts else pair.axes
         partition = cut if cut.parts else Partition((Part(axes[0].name, 1),))
         named = self.names.get(axes[0].name, f"{module}.hidden" if module else "hidden")
@@ -190,11 +190,11 @@ class _Summary:
 
     def _describe_copies(self, cut: Partition) -> str:
         """How a factored group shards its axes, as text."""
-        told = [p for p in cut.parts if p.parts]
+        factored = [p for p in cut.parts if p.parts]
         return "; ".join(
             f"{self.names[p.axis].rpartition('.')[2]} in {p.parts} shards, each on "
             f"{self.call.tp // p.parts} ranks"
-            for p in told
+            for p in factored
         )
 
     def _describe_split_experts(self, pair: AxisPair) -> str:
@@ -357,7 +357,7 @@ class _Summary:
         if reason:
             fixed = _list_fixed_sizes(self.analysis.program)
             sizes = (
-                ", ".join(f"{word} {size}" for word, size in fixed.items()) or "those of the inputs"
+                ", ".join(f"{name} {size}" for name, size in fixed.items()) or "those of the inputs"
             )
             yield (
                 f"the graph is valid for these sizes only: {sizes}; other sizes are captured when "
@@ -391,10 +391,10 @@ def _list_fixed_sizes(program: Program) -> dict[str, int]:
     found: dict[str, int] = {}
     values = {n.name: n.meta["val"] for n in program.graph.nodes if n.op == "placeholder"}
     for name, node in zip(program.inputs, values, strict=True):
-        for word, dim in zip(("batch", "sequence"), program.data_dims[name], strict=False):
+        for kind, dim in zip(("batch", "sequence"), program.data_dims[name], strict=False):
             size = values[node].shape[dim]
-            if type(size) is int and found.setdefault(word, size) != size:
-                found[f"{name} {word}"] = size
+            if type(size) is int and found.setdefault(kind, size) != size:
+                found[f"{name} {kind}"] = size
     return found
 
 

@@ -140,8 +140,8 @@ def fit_local_split(split: Split, size: int, dim: int, rank: int, ranks: int) ->
     local = 1
     for length in known:
         local *= length
-    whole = -split.length()  # of the sizes known
-    return _infer_split(split, size // max(local, 1) * parts * whole, whole, dim)
+    known = -split.length()  # of the sizes known
+    return _infer_split(split, size // max(local, 1) * parts * known, known, dim)
 
 
 def _infer_split(split: Split, size: int, known: int, dim: int) -> Split:
