@@ -259,8 +259,6 @@ def _check_pair(analysis: Analysis, pair: AxisPair) -> Iterator[str]:
     for name in (*pair.openers, *pair.closers):
         if name not in analysis.parameters:
             yield f"{name} is not a parameter of the graph"
-        elif set(pair.axes).isdisjoint(_list_axes(analysis, name)):
-            yield f"{name} has none of its axes"
 
 
 def _list_axes(analysis: Analysis, name: str) -> Iterator[Atom]:

@@ -235,10 +235,6 @@ def put_pair(it: Planned, **fields: Any) -> None:
     it.matching.pair_of = dict.fromkeys(it.matching.pair_of, changed)
 
 
-def pair_a_foreign_axis(it: Planned) -> None:
-    put_pair(it, axes=(it.analysis.forest.add_atom(Size(FFN)),))
-
-
 def pair_a_data_axis(it: Planned) -> None:
     pair_of(it).axes[0].data = True
 
@@ -392,7 +388,6 @@ PLANTED: list[tuple[Callable[[Planned], None], str]] = [
     (refine_wrongly, r"axis a\d+ of size 6 is a product of size 5"),
     (add_up_wrongly, r"axis a\d+ of size 6 is a sum of size 5"),
     (analyse_backwards, r"not nodes of the graph in its order"),
-    (pair_a_foreign_axis, r"pair mlp .*: up.weight has none of its axes"),
     (pair_a_data_axis, r"a\d+ of size 12 is not an axis that can be split"),
     (close_nowhere, r"has 1 openers and 0 closers"),
     (open_with_a_stranger, r"elsewhere.weight is not a parameter of the graph"),
