@@ -204,7 +204,9 @@ def _run_rules_check(book: rulebook.Rulebook, options: Namespace) -> int:
     if options.json != "-":
         print_to_terminal(render_verdicts(verdicts))
     _write_json(options.json, json.dumps(encode(verdicts), indent=1) + "\n")
-    return 1 if any(v.verdict == "wrong" for v in verdicts) else 0
+    # a plan refuses rules of the user's own that are untested
+    refused = {v.op for v in verdicts if v.verdict == "untested"} & book.extended
+    return 1 if refused or any(v.verdict == "wrong" for v in verdicts) else 0
 
 
 def _run_shard(options: Namespace) -> int:
