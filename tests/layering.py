@@ -24,7 +24,7 @@ ROOMS = [
     "errors",
 ]
 # what the package has at most: raise it by what you add, and say why; lower it by what you remove
-LINES = 28_950
+LINES = 28_050
 
 # what the rooms of pure arithmetic and plain data do not import
 PURE = {"algebra", "records", "solver", "errors"}
