@@ -107,6 +107,7 @@ def stranger() -> Captured:
     return Captured(model, {"input_ids": words, "labels": words})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 5])
 def test_a_class_outside_the_library_is_cut_and_right(stranger: Captured, tp: int) -> None:
     plan = stranger.proven(tp)

@@ -97,26 +97,31 @@ def test_an_installed_wheel_verifies_its_rules(installed: Path) -> None:
     assert "1 rows: 1 right, 0 wrong, 0 untested" in _answer(installed, code)
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_finds_its_machines(answers: dict[str, str]) -> None:
     assert "gloo h100" == answers["machines"]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_finds_its_presets(installed: Path, answers: dict[str, str]) -> None:
     presets = "gpt2 llama-3.1-405b llama-3.1-70b llama-3.1-8b"
 
     assert f"{installed}/autotp/presets {presets}" == answers["presets"]
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_has_its_command(installed: Path) -> None:
     entry_points = next(installed.glob("autotp-*.dist-info")) / "entry_points.txt"
 
     assert "autotp = autotp.cli.main:main" in entry_points.read_text()
 
 
+@pytest.mark.slow
 def test_autotp_is_imported_without_transformers(answers: dict[str, str]) -> None:
     assert "plan" == answers["plan"]
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_the_package_alone(installed: Path) -> None:
     tops = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
 

@@ -46,6 +46,7 @@ def test_every_page_is_built(site: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_reference_documents_what_is_public(site: Path) -> None:
     page = (site / "reference" / "api" / "index.html").read_text(encoding="utf-8")
     names = ("plan", "parallelize", "verify", "from_pretrained", "ShardedModel", "Plan", "Evidence")

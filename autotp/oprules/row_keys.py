@@ -1,65 +1,43 @@
 """The keys of a row in a TOML file of rules, and the type of each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final, TypeAlias, cast
 
 from autotp.errors import RuleError
 
 
-def is_list_of(value: object, kind: type) -> bool:
-    """Whether a value is a list with items of a type."""
-    return isinstance(value, list) and all(isinstance(x, kind) for x in cast("list[object]", value))
+def is_nested(value: object, *types: type) -> bool:
+    """Whether a value is of the first type, its items are of the second, and so on."""
+    return isinstance(value, types[0]) and (
+        len(types) == 1 or all(is_nested(x, *types[1:]) for x in cast("list[object]", value))
+    )
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list_of_texts(value: object) -> bool:
-    return is_list_of(value, str)
-
-
-def _is_list_of_numbers(value: object) -> bool:
-    return is_list_of(value, int)
-
-
-def _is_list_of_sets(value: object) -> bool:
-    return isinstance(value, list) and all(map(_is_list_of_numbers, cast("list[object]", value)))
-
-
-_Type: TypeAlias = tuple[Callable[[object], bool], str]
-_NAMES: Final[_Type] = (_is_list_of_texts, 'a list of names, such as ["i"]')
-_OPERANDS: Final[_Type] = (_is_list_of_numbers, "a list of operands, such as [2]")
-_TEXT: Final[_Type] = (_is_text, "text")
-_FLAG: Final[_Type] = (_is_flag, "true or false")
+_Type: TypeAlias = tuple[tuple[type, ...], str]
+_NAMES: Final[_Type] = ((list, str), 'a list of names, such as ["i"]')
+_OPERANDS: Final[_Type] = ((list, int), "a list of operands, such as [2]")
+_TEXT: Final[_Type] = ((str,), "text")
+_FLAG: Final[_Type] = ((bool,), "true or false")
 ROW_KEYS: Final[Mapping[str, _Type]] = {
-    "ops": (_is_list_of_texts, 'a list of ops, such as ["namespace.name.overload"]'),
-    "rule": (_is_text, 'text, such as "..., ... -> ..."'),
-    "reduce": (_is_table, 'a table, such as { i = "sum" }'),
+    "ops": ((list, str), 'a list of ops, such as ["namespace.name.overload"]'),
+    "rule": ((str,), 'text, such as "..., ... -> ..."'),
+    "reduce": ((dict,), 'a table, such as { i = "sum" }'),
     "whole": _NAMES,
     "aligned": _NAMES,
     "block": _NAMES,
-    "linear": (_is_list_of_sets, "a list of sets of operands, such as [[0], [1]]"),
+    "linear": ((list, list, int), "a list of sets of operands, such as [[0], [1]]"),
     "bias": _OPERANDS,
     "derive": _TEXT,
-    "options": (_is_table, "a table"),
+    "options": ((dict,), "a table"),
     "emit": _TEXT,
     "loss": _FLAG,
     "moves": _FLAG,
     "stops": _OPERANDS,
-    "samples": (_is_list_of_texts, 'a list of calls as text, such as ["real(6, 12), 1"]'),
-    "samples_of": (_is_table, "a table of lists of calls, by op"),
+    "samples": ((list, str), 'a list of calls as text, such as ["real(6, 12), 1"]'),
+    "samples_of": ((dict,), "a table of lists of calls, by op"),
     "note": _TEXT,
 }
-"""The keys of a row, each with the check of its type and the description of it."""
+"""The keys of a row, each with its type, those of its items, and their description."""
 
 
 def check_row_types(row: Mapping[str, object]) -> None:
@@ -67,6 +45,6 @@ def check_row_types(row: Mapping[str, object]) -> None:
     for key, value in row.items():
         if key not in ROW_KEYS:
             raise RuleError(f"unknown key {key!r}; the keys are {', '.join(sorted(ROW_KEYS))}")
-        has_right_type, description = ROW_KEYS[key]
-        if not has_right_type(value):
+        types, description = ROW_KEYS[key]
+        if not is_nested(value, *types):
             raise RuleError(f"`{key}` must be {description}, not {value!r}")

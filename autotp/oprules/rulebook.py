@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from autotp.errors import RuleError
 from autotp.oprules.notation import ELLIPSIS, Signature, parse_rule
-from autotp.oprules.row_keys import ROW_KEYS, check_row_types, is_list_of
+from autotp.oprules.row_keys import ROW_KEYS, check_row_types, is_nested
 from autotp.oprules.rule import Row
 
 _JOINS = {"sum", "mean", "max", "none"}
@@ -151,7 +151,7 @@ def _rows(path: Path, content: Mapping[str, Any]) -> Iterator[Row]:
 def _list_tables(path: Path, content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """List the tables [[name]] of a file."""
     tables: object = content.get(name, [])
-    if not is_list_of(tables, dict):
+    if not is_nested(tables, list, dict):
         raise RuleError(f"{path}: {name!r} is not a list of tables. Write [[{name}]] above each.")
     return cast("list[dict[str, Any]]", tables)
 
@@ -197,7 +197,7 @@ def _samples(entry: dict[str, Any]) -> dict[str, tuple[str, ...]]:
                 "if it is a key of the row, write it above [row.samples_of]"
             )
     for op, calls in own.items():
-        if not is_list_of(calls, str):
+        if not is_nested(calls, list, str):
             raise RuleError(f"`{op}` must be {ROW_KEYS['samples'][1]}, not {calls!r}")
     return {op: tuple(own.get(op, shared)) for op in entry["ops"]}
 
@@ -242,7 +242,7 @@ def _differing(path: Path, content: Mapping[str, Any]) -> dict[str, tuple[Differ
             raise RuleError(
                 f"{path}, entry {number}: needs a `phase`, forward or backward, and a `why`"
             )
-        if not is_list_of(entry.get("ops"), str):
+        if not is_nested(entry.get("ops"), list, str):
             raise RuleError(f"{path}, entry {number}: `ops` must be {ROW_KEYS['ops'][1]}")
         for op in entry["ops"]:
             found[op] = (*found.get(op, ()), Differing(entry["phase"], entry["why"]))

@@ -43,6 +43,7 @@ def test_random_plans_over_three_ranks_equal_the_whole_model(name: str) -> None:
     assert max(o.worst for o in found) < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1002, 1020, 1026])
 def test_a_view_of_what_a_conversion_put_together_is_made(seed: int) -> None:
     """Found by the long run: a gathered value has other strides than the program's."""

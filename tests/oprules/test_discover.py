@@ -149,6 +149,7 @@ def test_the_rule_of_an_opaque_op_is_found(name: str) -> None:
     assert rule == str(told(name, sample).row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_rule_found_keeps_the_law_of_rules(name: str) -> None:
     every = list(build_cases(str(OPS[name]), SAMPLES[name][0], RULES))
@@ -253,6 +254,7 @@ def test_a_model_of_opaque_ops_is_split_and_right(tp: int) -> None:
     assert ((), 3) == (plan.unruled, len(plan.discovered))
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_was_found_and_keeps_it_in_json() -> None:
     plan = autotp.plan(Block(), 2, example_inputs={"x": torch.randn(2, 5, 32)})
     section = " ".join(format_plan(plan).partition("Rules discovered by running the op")[2].split())

@@ -48,6 +48,7 @@ def test_an_op_on_whole_values_is_told_and_one_on_parts_is_not() -> None:
     assert DifferingRecord("aten.topk.default", "forward", TIES, ("topk_1",)) == topk
 
 
+@pytest.mark.slow
 def test_gradients_that_all_ranks_make_are_told_in_training() -> None:
     found = [r for r in plan(2, training=True).differing if r.phase == "backward"]
 

@@ -116,6 +116,7 @@ def segments() -> Captured:
     return Captured(Segments(), vectors(2, 5, HIDDEN))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_segments_that_are_cut_behind_a_convolution(segments: Captured, tp: int) -> None:
     """The sizes of a split did not fit the shards behind a convolution (C025)."""

@@ -146,6 +146,7 @@ def test_layers_that_share_a_bias_table_share_their_heads() -> None:
         assert closers == {layer + "o" for layer in layers}
 
 
+@pytest.mark.slow
 def test_a_cross_attention_is_a_pair_of_its_own() -> None:
     found = pairs(family("t5"))
     cross = [p for p in found if any("EncDecAttention" in n for n in p[1])]
@@ -154,6 +155,7 @@ def test_a_cross_attention_is_a_pair_of_its_own() -> None:
     assert {("attention", 3, 1)} == {(role, len(o), len(c)) for role, o, c in cross}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_tables_and_heads_are_vocabularies(name: str) -> None:
     found = [p for p in family(name).matching.pairs if p.vocabulary]
@@ -168,6 +170,7 @@ def test_heads_and_their_group_are_one_family() -> None:
     assert [models.KV_HEADS, models.HEADS // models.KV_HEADS] == sizes
 
 
+@pytest.mark.slow
 def test_only_norms_positions_and_routers_have_no_home() -> None:
     found = family("mixtral")
     homeless = {n for n in found.analysis.parameters if n not in found.matching.home}

@@ -242,6 +242,7 @@ def test_an_untouched_graph_is_right(name: str) -> None:
     assert evidence.ok, evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_fault_in_a_graph_is_named(fault: Fault) -> None:
     one = made(fault.model)
