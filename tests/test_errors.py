@@ -55,6 +55,7 @@ def test_tp_must_be_a_number_of_ranks(hand: Hand, call: Callable[..., object], t
     says(message, "tp", repr(tp), "must be the number of ranks, 1 or more")
 
 
+@pytest.mark.slow
 def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand) -> None:
     plan = autotp.plan(hand[0], 1024, example_inputs=hand[1])
     notes = {pair.role: pair.note for pair in plan.pairs}
@@ -65,6 +66,7 @@ def test_tp_larger_than_every_axis_gives_a_plan_that_says_which_would(hand: Hand
     assert "100 % of the parameter bytes are replicated on every rank" in plan.warnings[0]
 
 
+@pytest.mark.slow
 def test_tp_larger_than_every_axis_is_refused_when_strict(hand: Hand) -> None:
     message = message_of(
         PlanError, lambda: autotp.plan(hand[0], 1024, example_inputs=hand[1], strict=True)
@@ -84,6 +86,7 @@ def test_without_processes_the_line_that_starts_them_is_told(hand: Hand) -> None
     says(message, "tp is 4", "no process group", "torchrun --nproc-per-node 4")
 
 
+@pytest.mark.slow
 def test_a_rank_without_processes_is_to_look_at(hand: Hand) -> None:
     sharded = autotp.parallelize(hand[0], 2, rank=1, example_inputs=hand[1])
     message = message_of(PlanError, lambda: sharded(**hand[1]))
@@ -96,6 +99,7 @@ def test_a_rank_without_processes_is_to_look_at(hand: Hand) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_plan_without_training_cannot_train(hand: Hand) -> None:
     sharded = autotp.parallelize(hand[0], 2, rank=0, example_inputs=hand[1], training=False)
     message = message_of(PlanError, sharded.train)
@@ -129,6 +133,7 @@ def test_an_option_that_is_wrong_is_named(
     says(message, *parts)
 
 
+@pytest.mark.slow
 def test_a_plan_and_overrides_exclude_each_other(hand: Hand, plan: Plan) -> None:
     options: dict[str, Any] = {"plan": plan, "overrides": {"*.up": "column"}}
     message = message_of(
@@ -242,6 +247,7 @@ def test_a_plan_of_another_mode_is_refused(hand: Hand, plan: Plan) -> None:
     says(message, "plan=", "training=False", "training=True", "make another plan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "difference"),
     [

@@ -55,6 +55,7 @@ def test_the_reference_documents_what_is_public(site: Path) -> None:
     assert 'id="autotp.errors.PlanError"' in page
 
 
+@pytest.mark.slow
 def test_pages_load_nothing_from_other_hosts(site: Path) -> None:
     pages = [page.read_text(encoding="utf-8") for page in site.rglob("*.html")]
 

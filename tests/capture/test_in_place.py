@@ -161,6 +161,7 @@ def test_what_writes_to_memory_of_its_own_equals_the_whole_model(
     assert evidence.ok, evidence
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", REFUSED)
 def test_what_outlives_the_call_is_refused_by_name(
     write: Callable[[Written, Tensor], Tensor],

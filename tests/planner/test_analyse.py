@@ -188,6 +188,7 @@ def test_the_heads_of_a_layer_are_one_axis_and_of_two_layers_two() -> None:
     assert set(first).isdisjoint(second)
 
 
+@pytest.mark.slow
 def test_the_residual_is_one_axis_through_all_layers() -> None:
     found = family("llama")
 

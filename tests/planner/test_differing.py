@@ -40,6 +40,7 @@ def plan(tp: int, *, training: bool) -> Plan:
     return autotp.plan(Chosen(), tp, example_inputs=inputs, training=training)
 
 
+@pytest.mark.slow
 def test_an_op_on_whole_values_is_told_and_one_on_parts_is_not() -> None:
     found = {(r.op, r.phase): r for r in plan(2, training=False).differing}
 
@@ -57,6 +58,7 @@ def test_gradients_that_all_ranks_make_are_told_in_training() -> None:
     ] == found
 
 
+@pytest.mark.slow
 def test_one_rank_agrees_with_itself() -> None:
     assert () == plan(1, training=True).differing
 

@@ -107,6 +107,7 @@ def test_a_child_may_have_the_name_of_any_member(name: str) -> None:
     assert torch.equal(autotp.parallelize(model, tp=1, example_inputs={"x": x})(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["self", "own"])
 def test_a_parameter_may_be_called_as_code_calls_the_module(name: str) -> None:
     model, x = Scaled(name).eval(), torch.randn(4, 16)

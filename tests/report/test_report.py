@@ -301,6 +301,7 @@ def test_a_collective_inside_a_module_of_several_ops_names_its_op(tied: Plan) ->
     assert "transformer.(add)" in places or 5 == tied.tp
 
 
+@pytest.mark.slow
 def test_a_table_of_positions_is_no_bias(tied: Plan) -> None:
     record = tied.parameters["transformer.wpe.weight"]
 
