@@ -12,7 +12,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # each process its own core
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # each its own core
 os.environ.setdefault("AUTOTP_CHECK_STAGES", "1")  # here, and in the processes that tests start
 
 TESTS = Path(__file__).parent
